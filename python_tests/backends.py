@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from asks import asks, read
+from backend_use import read, uses_backend
 from filelock import FileLock
 from layout_calls import OPS, InLists
 from torch import Tensor
@@ -33,7 +33,7 @@ SOURCES = ROOT / "csrc"
 BUILD = ROOT / "build" / "emulated"
 #: All kinds of backends, and the selected ones.
 KINDS = ("cpu", "cuda_emulated", "cuda")
-CHOSEN = set(KINDS)
+SELECTED = set(KINDS)
 #: Passed comparisons per kind of backend, for the test summary.
 PASSED: collections.Counter[str] = collections.Counter()
 
@@ -72,7 +72,7 @@ def device_backends() -> Iterator[Backend]:
     yield from _counted(EMULATED, CUDA)
 
 
-def choose(kinds: str) -> None:
+def select(kinds: str) -> None:
     """Selects the kinds of backends that run.
 
     Args:
@@ -81,30 +81,30 @@ def choose(kinds: str) -> None:
     Raises:
         ValueError: unknown kind; or only "cuda" without a GPU or a CUDA library for it.
     """
-    wanted = set(kinds.split(","))
-    if not wanted <= set(KINDS):
+    selected = set(kinds.split(","))
+    if not selected <= set(KINDS):
         raise ValueError(f"--backends is {kinds!r}: {', '.join(KINDS)} are allowed, separated by commas")
     missing = rk.build_info()["cuda_unavailable"] or (
         None if torch.cuda.is_available() else "torch sees no CUDA device"
     )
-    if wanted == {"cuda"} and missing:
+    if selected == {"cuda"} and missing:
         raise ValueError(f"--backends is 'cuda', but {missing}")
-    CHOSEN.clear()
-    CHOSEN.update(wanted)
+    SELECTED.clear()
+    SELECTED.update(selected)
 
 
-def left_out(file: Path, test: str | None = None) -> bool:
-    """Returns True if a test (None: every test of the file) uses no selected kind of backend (asks.py)."""
-    if "cpu" in CHOSEN:
+def is_deselected(file: Path, test: str | None = None) -> bool:
+    """Returns True if a test (None: every test of the file) uses no selected kind of backend (backend_use.py)."""
+    if "cpu" in SELECTED:
         return False
-    return not any(asks(file, name, frozenset(CHOSEN)) for name in ([test] if test else read(file).tests))
+    return not any(uses_backend(file, name, frozenset(SELECTED)) for name in ([test] if test else read(file).tests))
 
 
 def _counted(*runs: tuple[str, Callable[[], Iterator[Backend]]]) -> Iterator[Backend]:
-    wanted = [run for kind, run in runs if kind in CHOSEN]
-    if not wanted:
+    selected = [run for kind, run in runs if kind in SELECTED]
+    if not selected:
         pytest.skip(f"--backends leaves out {', '.join(kind for kind, _ in runs)}")
-    for run in wanted:
+    for run in selected:
         for backend in run():
             yield backend
             PASSED[backend.kind] += 1
@@ -153,7 +153,7 @@ CPU, EMULATED, CUDA = zip(KINDS, (_cpu, _emulated, _cuda), strict=True)
 
 
 def _skip_without(kind: str) -> None:
-    if kind not in CHOSEN:
+    if kind not in SELECTED:
         pytest.skip(f"--backends leaves out {kind}")
 
 

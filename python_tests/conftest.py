@@ -67,8 +67,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--backends",
         metavar="KINDS",
-        help=f"only these backends, of {', '.join(backends.KINDS)}, and only the tests that ask for one of them, "
-        "and all of files that the command names",
+        help=f"only these backends, of {', '.join(backends.KINDS)}, and only the tests that use one of them, "
+        "except in files named by the command",
     )
 
 
@@ -76,14 +76,14 @@ def pytest_configure(config: pytest.Config) -> None:
     """Configures every process of pytest."""
     if kinds := config.getoption("--backends"):
         try:
-            backends.choose(kinds)
+            backends.select(kinds)
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
 
 
 def pytest_report_header() -> str | None:
     """Report files that are skipped because packages are missing."""
-    return f"tests that need the trainer are left out: no {', '.join(_missing())}" if _missing() else None
+    return f"the trainer's tests are skipped: {', '.join(_missing())} not installed" if _missing() else None
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -94,24 +94,26 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     if not (collection_path.name.startswith("test_") and collection_path.suffix == ".py"):
         return None
     of_trainer = collection_path.name.startswith(TRAINER_FILES)
-    return True if (of_trainer and _missing()) or backends.left_out(collection_path) else None
+    return True if (of_trainer and _missing()) or backends.is_deselected(collection_path) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests by ``--backends``, and move the slowest files to the front; the others keep their order."""
     named = {Path(arg.partition("::")[0]).name for arg in config.args}
-    wanted = [item.path.name in named or not _left_out(item) for item in items]
-    if not all(wanted):
-        config.hook.pytest_deselected(items=[item for item, stays in zip(items, wanted, strict=True) if not stays])
-        items[:] = itertools.compress(items, wanted)
+    selected = [item.path.name in named or not _is_deselected(item) for item in items]
+    if not all(selected):
+        config.hook.pytest_deselected(
+            items=[item for item, is_selected in zip(items, selected, strict=True) if not is_selected]
+        )
+        items[:] = itertools.compress(items, selected)
     places = {name: place for place, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
-def _left_out(item: pytest.Item) -> bool:
+def _is_deselected(item: pytest.Item) -> bool:
     """True if a test function or its class uses no selected backend."""
     test = item.cls.__name__ if getattr(item, "cls", None) else getattr(item, "originalname", None)
-    return backends.left_out(item.path, test or item.name.partition("[")[0])
+    return backends.is_deselected(item.path, test or item.name.partition("[")[0])
 
 
 def pytest_collection_finish() -> None:

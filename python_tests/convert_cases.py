@@ -67,7 +67,7 @@ def trained_copy(collection: Any) -> Any:
     return other
 
 
-def comes_back(ours: Any, theirs: nn.Module, trainer: Any, *, counts_steps: bool) -> bool:
+def round_trips(ours: Any, theirs: nn.Module, trainer: Any, *, counts_steps: bool) -> bool:
     """Returns True if export to ``theirs`` and import keep every bit, except the step unless ``counts_steps``."""
     rk.export_tables(ours, theirs, trained_by=trainer)
     back = trained_copy(ours)

@@ -43,7 +43,7 @@ def clipped(case: Case) -> tuple[list[float], list[Tensor]]:
     return train_clipped(case, sharded(case, collection(case), Loss), [dist.get_rank()])
 
 
-def apart(case: Case) -> list[str]:
+def different_states_and_freezing(case: Case) -> list[str]:
     """Returns this rank's errors after loading different steps, and after freezing a feature on one rank."""
     model, rank, errors = sharded(case, collection(case)), dist.get_rank(), []
     state = {n: t.clone() for n, t in model.state_dict().items()}
@@ -66,7 +66,7 @@ def apart(case: Case) -> list[str]:
     return errors
 
 
-def raised(call: Callable[[], Any]) -> str:
+def error_of(call: Callable[[], Any]) -> str:
     """Returns the error that a call raises, or "none"."""
     try:
         call()
@@ -75,7 +75,7 @@ def raised(call: Callable[[], Any]) -> str:
     return "none"
 
 
-def replicas_apart(case: Case) -> tuple[list[str], bool]:
+def different_replicas(case: Case) -> tuple[list[str], bool]:
     """Returns errors of replicas that ranks use differently, and whether a replica frozen on both stays unchanged.
 
     Rank 1 freezes a replica; raises inside a block, which loading a state repairs; uses a replica's weight beside its
@@ -86,7 +86,7 @@ def replicas_apart(case: Case) -> tuple[list[str], bool]:
     state = {n: t.clone() for n, t in ebc.state_dict().items()}
     weight = ebc.shards.embedding_bags["t0"].weight
     weight.requires_grad_(rank == 1)
-    errors = [raised(lambda: train(replace(case, steps=1), model, [rank]))]
+    errors = [error_of(lambda: train(replace(case, steps=1), model, [rank]))]
     weight.requires_grad_(False)
     train(case, model, [rank])
     frozen = torch.equal(weight, state["embedding_bags.t0.weight"])
@@ -98,28 +98,28 @@ def replicas_apart(case: Case) -> tuple[list[str], bool]:
             if rank == 1:
                 raise KeyError("mine")
 
-    def beside() -> None:
+    def use_replica() -> None:
         loss = model(batch(case, 0, [rank])).sum()
         (loss + ebc.embedding_bags["t0"].weight.sum() if rank == 1 else loss).backward()
 
-    def beside_in_block() -> None:
+    def use_replica_in_block() -> None:
         with ebc.accumulate():
-            beside()
+            use_replica()
 
     def alone() -> None:
         ebc.embedding_bags["t0"].weight.sum().backward()
 
-    errors += [raised(block), raised(lambda: train(replace(case, steps=1), model, [rank]))]
+    errors += [error_of(block), error_of(lambda: train(replace(case, steps=1), model, [rank]))]
     ebc.load_state_dict(state)
-    errors.append(raised(lambda: train(replace(case, steps=1), model, [rank])))
+    errors.append(error_of(lambda: train(replace(case, steps=1), model, [rank])))
 
     def failing() -> None:
         output, layer = ebc(batch(case, 0, [rank])), torch.ones(1, requires_grad=True)
         other = Failing.apply(layer) if rank == 1 else 2 * layer
         (output.values().sum() + other).sum().backward()  # fails between sending and receiving gradients
 
-    errors += [raised(beside), raised(beside_in_block), raised(alone), raised(failing)]
-    errors.append(raised(lambda: train(replace(case, steps=1), model, [rank])))
+    errors += [error_of(use_replica), error_of(use_replica_in_block), error_of(alone), error_of(failing)]
+    errors.append(error_of(lambda: train(replace(case, steps=1), model, [rank])))
     return errors, frozen
 
 
@@ -131,7 +131,7 @@ def replicas_of_torch(case: Case) -> list[str]:
     for factor in (1, 1 + rank, 1):
         optimizer.zero_grad()
         used = sum(p.sum() for p in ebc.parameters())
-        errors.append(raised((model(batch(case, 0, [rank])).sum() + factor * used).backward))
+        errors.append(error_of((model(batch(case, 0, [rank])).sum() + factor * used).backward))
         optimizer.step()
     return errors
 
@@ -157,9 +157,9 @@ class Unreadable:
         return iter([1, 2])
 
 
-def unreadable(case: Case) -> str:
+def unreadable_data(case: Case) -> str:
     """Returns the error on each rank if one rank's iterable has no iterator."""
-    return raised(lambda: list(rk.distributed.until_all_end(Unreadable(), 0)))
+    return error_of(lambda: list(rk.distributed.until_all_end(Unreadable(), 0)))
 
 
 def settings(case: Case) -> tuple[list[str], float, str, float]:
@@ -171,19 +171,19 @@ def settings(case: Case) -> tuple[list[str], float, str, float]:
     plain.bounds_check = "none"
     model = sharded(case, plain)
     ebc, group = model.module.ebc, model.fused_optimizer.param_groups[0]
-    errors = [raised(lambda: setattr(ebc, "bounds_check", "warn")), raised(lambda: group.update(weight_decay=0.5))]
+    errors = [error_of(lambda: setattr(ebc, "bounds_check", "warn")), error_of(lambda: group.update(weight_decay=0.5))]
 
     def freezes_in_block() -> None:
         with ebc.accumulate():
             ebc.requires_grad_(False)
             train(replace(case, steps=1), model, [dist.get_rank()])
 
-    errors.append(raised(freezes_in_block))
-    errors += [raised(partial(put, "embedding_bags", nn.ModuleDict())) for put in (ebc.__setattr__, ebc.add_module)]
-    errors += [raised(partial(make, ebc)) for make in (copy.copy, copy.deepcopy, pickle.dumps)]
-    errors.append(raised(ebc.reset_parameters))
+    errors.append(error_of(freezes_in_block))
+    errors += [error_of(partial(put, "embedding_bags", nn.ModuleDict())) for put in (ebc.__setattr__, ebc.add_module)]
+    errors += [error_of(partial(make, ebc)) for make in (copy.copy, copy.deepcopy, pickle.dumps)]
+    errors.append(error_of(ebc.reset_parameters))
     ebc.bounds_check = "none" if dist.get_rank() else "error"
-    errors.append(raised(lambda: train(replace(case, steps=1), model, [dist.get_rank()])))
+    errors.append(error_of(lambda: train(replace(case, steps=1), model, [dist.get_rank()])))
     group.update(lr=0.75)
     ebc.bounds_check = "ignore"
     ids = torch.full((len(KEYS),), 10**6)
@@ -191,16 +191,16 @@ def settings(case: Case) -> tuple[list[str], float, str, float]:
     return errors, ebc.optimizer.param_groups[0]["lr"], ebc.shards.bounds_check, out.abs().sum().item()
 
 
-def loaded_in_part(case: Case) -> tuple[list[str], bool]:
+def partial_state(case: Case) -> tuple[list[str], bool]:
     """Returns errors of loading one table's state, strictly or not, and whether both modules loaded the table."""
     model, whole = sharded(case, collection(case)), collection(case).state_dict()
     ebc, part = model.module.ebc, {n: t for n, t in whole.items() if n.startswith("embedding_bags.t0.")}
     weight = part["embedding_bags.t0.weight"]
-    errors, good = [raised(lambda: ebc.load_state_dict(part))], True
+    errors, good = [error_of(lambda: ebc.load_state_dict(part))], True
     for number, load in enumerate((ebc.load_state_dict, model.load_state_dict), 1):
         weight.fill_(number)
         given = {n if number == 1 else f"ebc.{n}": t for n, t in part.items()}
-        errors.append(raised(partial(load, given, strict=False)))
+        errors.append(error_of(partial(load, given, strict=False)))
         good &= all(bool((block == number).all()) for _, block in blocks(ebc.state_dict())["embedding_bags.t0.weight"])
     return errors, good
 
@@ -211,7 +211,7 @@ def whole_fsdp(case: Case) -> tuple[str, bool]:
     from torch.distributed.fsdp import fully_shard
 
     model = sharded(case, collection(case), WithLayers, replicates=False).module
-    error = raised(lambda: fully_shard(sharded(case, collection(case), WithLayers, replicates=False).module))
+    error = error_of(lambda: fully_shard(sharded(case, collection(case), WithLayers, replicates=False).module))
     fully_shard(model, ignored_params={model.ebc.all_tables})
     model.requires_grad_(False)
     before = blocks(model.ebc.state_dict())
@@ -221,7 +221,7 @@ def whole_fsdp(case: Case) -> tuple[str, bool]:
     return error, all(torch.equal(a[1], b[1]) for n in names for a, b in zip(before[n], after[n], strict=True))
 
 
-def clipped_beside_fsdp(case: Case) -> tuple[float, float]:
+def clipped_with_fsdp(case: Case) -> tuple[float, float]:
     """Returns the global gradient norm with layers sharded by FSDP2, and the layers' norm after clipping."""
     from distributed_torchrec_cases import WithLayers
     from torch.distributed.device_mesh import init_device_mesh
@@ -245,11 +245,11 @@ def shared_weight(case: Case) -> list[str]:
         with block():
             out = model(batch(case, 0, [rank]))
             loss = out.sum() + layer(out[:, :16]).sum() if rank else out.sum()
-            errors.append(raised(loss.backward))
-    return [*errors, raised(layer(torch.ones(1, 16)).sum().backward)]
+            errors.append(error_of(loss.backward))
+    return [*errors, error_of(layer(torch.ones(1, 16)).sum().backward)]
 
 
-def evaluating(case: Case) -> dict[str, Any]:
+def evaluating_rank(case: Case) -> dict[str, Any]:
     """Returns blocks after training in which only rank 1 also looks up without gradients and in eval()."""
     model, rank = sharded(case, collection(case)), dist.get_rank()
     for step in range(case.steps):
@@ -261,7 +261,7 @@ def evaluating(case: Case) -> dict[str, Any]:
     return blocks(model.module.ebc.state_dict())
 
 
-def refusals(case: Case) -> list[str]:
+def planner_and_format_errors(case: Case) -> list[str]:
     """Returns this rank's errors for a topology with too little memory, and for a state in another row format."""
     from torchrec.distributed.planner import Topology
 
@@ -279,7 +279,7 @@ def refusals(case: Case) -> list[str]:
     return errors
 
 
-def saved_together(case: Case, folder: str) -> tuple[bool, list[bool]]:
+def one_checkpoint(case: Case, folder: str) -> tuple[bool, list[bool]]:
     """Saves a model and optimizers in one checkpoint and loads each separately; returns this rank's comparisons."""
     import torch.distributed.checkpoint as dcp
 

@@ -84,7 +84,7 @@ def scaled_alone(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     return scales, dict(model.ebc.state_dict())
 
 
-def unlike(case: Case) -> tuple[list[str], bool]:
+def different_backwards(case: Case) -> tuple[list[str], bool]:
     """Returns errors of backward passes that differ between ranks, and whether the state is unchanged."""
     model, rank = sharded(case, collection(case)), dist.get_rank()
     tables, errors = model.module.ebc, []
@@ -93,23 +93,23 @@ def unlike(case: Case) -> tuple[list[str], bool]:
     def losses() -> list[Tensor]:
         return [model(batch(case, step, [rank])).sum() for step in range(2)]
 
-    def tell(run: Any) -> None:
+    def record_error(run: Any) -> None:
         try:
             run()
         except RuntimeError as error:
             errors.append(str(error))
 
     first, second = losses()
-    tell((second if rank else first + second).backward)
+    record_error((second if rank else first + second).backward)
     first, second = losses()
-    tell((first if rank else second).backward)
+    record_error((first if rank else second).backward)
     (loss, _) = losses()
     tables.set_grad_scaler(torch.amp.GradScaler("cpu", init_scale=2.0) if rank else None)
-    tell(loss.backward)
+    record_error(loss.backward)
     tables.set_grad_scaler(None)
     (loss, _) = losses()
     tables.optimizer.param_groups[0]["lr"] = 0.125 + rank
-    tell(loss.backward)
+    record_error(loss.backward)
     after = blocks(tables.state_dict())
     return errors, all(torch.equal(a[1], b[1]) for n in before for a, b in zip(before[n], after[n], strict=True))
 
@@ -148,7 +148,7 @@ def weighted(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     return train_weighted(case, model, tables, [dist.get_rank()]), blocks(tables.state_dict())
 
 
-def late(case: Case) -> list[str]:
+def late_backward(case: Case) -> list[str]:
     """Returns errors of two weighted lookups with separate backward passes: the second backward finds updated rows."""
     model, rank, errors = sharded(case, collection(case)), dist.get_rank(), []
     losses = []
@@ -174,7 +174,7 @@ def blocks_of_one_rank(case: Case) -> tuple[list[str], bool]:
     tables = model.module.ebc
     before = blocks(tables.state_dict())
 
-    def tell(loss: Tensor) -> None:
+    def record_error(loss: Tensor) -> None:
         try:
             loss.backward()
         except RuntimeError as error:
@@ -182,10 +182,10 @@ def blocks_of_one_rank(case: Case) -> tuple[list[str], bool]:
 
     early = model(batch(case, 0, [rank])).sum()
     with tables.accumulate() if rank else torch.enable_grad():
-        tell(early)
+        record_error(early)
     with tables.accumulate() if rank else torch.enable_grad():
-        late = model(batch(case, 1, [rank])).sum()
-    tell(late)
+        late_backward = model(batch(case, 1, [rank])).sum()
+    record_error(late_backward)
     after = blocks(tables.state_dict())
     return errors, all(torch.equal(a[1], b[1]) for n in before for a, b in zip(before[n], after[n], strict=True))
 
@@ -284,7 +284,7 @@ class WithLayers(nn.Module):
         return hidden * torch.cat([found[key] for key in KEYS], dim=1)
 
 
-def beside_layers(case: Case, ways: tuple[str, str]) -> dict[str, Any]:
+def with_dense_layers(case: Case, ways: tuple[str, str]) -> dict[str, Any]:
     """Returns blocks of tables trained with dense layers, which DDP reduces in the same process group."""
     torch.manual_seed(0)
     model, rank = sharded(case, collection(case), WithLayers), dist.get_rank()

@@ -291,12 +291,12 @@ def run_reduced(case: Case) -> tuple[list[Tensor], dict[str, Any], list[list[int
 
     shapes, reduce_scatter = [], pooled_output_dist.reduce_scatter
 
-    def noted(*arguments: Any) -> Any:
+    def recorded(*arguments: Any) -> Any:
         awaitable = reduce_scatter(*arguments)
         shapes.append(list(awaitable.wait().shape))
         return awaitable
 
-    pooled_output_dist.reduce_scatter = noted
+    pooled_output_dist.reduce_scatter = recorded
     try:
         return *run(case), shapes
     finally:

@@ -73,16 +73,16 @@ def train_and_open(case: Case, other: Case, state: dict[str, Tensor], folder: st
 
 def read_ahead(case: Case, state: dict[str, Tensor], folder: str) -> tuple[list[Tensor], dict[str, Any], list[int]]:
     """Trains with every batch prefetched; returns outputs, blocks, and the number of rows of each prefetch."""
-    rank, asked, outputs = dist.get_rank(), [], []
+    rank, counts, outputs = dist.get_rank(), [], []
     model, tables = made(on_disk(case, folder))
     model.load_state_dict({f"ebc.{name}": t for name, t in state.items()}, strict=False)
     prefetch = TableFile.prefetch
 
-    def noted(file: TableFile, rows: Tensor) -> None:
-        asked.append(len(rows))
+    def recorded(file: TableFile, rows: Tensor) -> None:
+        counts.append(len(rows))
         prefetch(file, rows)
 
-    TableFile.prefetch = noted
+    TableFile.prefetch = recorded
     try:
         for step in range(case.steps):
             out = model(batch(case, step, [rank]))
@@ -93,10 +93,10 @@ def read_ahead(case: Case, state: dict[str, Tensor], folder: str) -> tuple[list[
     finally:
         TableFile.prefetch = prefetch
         tables.close()
-    return outputs, found, asked
+    return outputs, found, counts
 
 
-def told(call: Callable[[], object]) -> str:
+def error_of(call: Callable[[], object]) -> str:
     """Returns the error of a call, type and text."""
     try:
         call()
@@ -124,7 +124,7 @@ class FullDisk:
         setattr(TableFile, self._method, self._before)
 
 
-def fail(case: Case, folder: str) -> tuple[list[str], list[str], list[bool]]:
+def disk_errors(case: Case, folder: str) -> tuple[list[str], list[str], list[bool]]:
     """Returns errors of all ranks if rank 1's disk is full, files that remain after a failed creation, and comparisons.
 
     The comparisons: the state before and after errors in a step, and before and after a later step.
@@ -132,7 +132,7 @@ def fail(case: Case, folder: str) -> tuple[list[str], list[str], list[bool]]:
     rank, case = dist.get_rank(), on_disk(case, folder)
     errors, files = [], Path(folder)
     with FullDisk("flush"):  # while writing the initial rows
-        errors.append(told(lambda: made(case)))
+        errors.append(error_of(lambda: made(case)))
     dist.barrier()
     left = sorted(path.name for path in files.glob("rows*"))
     dist.barrier()
@@ -141,13 +141,13 @@ def fail(case: Case, folder: str) -> tuple[list[str], list[str], list[bool]]:
     before = blocks(tables.state_dict())
     output = model(rk.KeyedJaggedTensor.from_lists({key: [[1], [40]] for key in KEYS})).sum()
     with FullDisk("load"):
-        errors.append(told(output.backward))
-        errors.append(told(lambda: train(replace(case, steps=1), model, [rank])))
+        errors.append(error_of(output.backward))
+        errors.append(error_of(lambda: train(replace(case, steps=1), model, [rank])))
     after = blocks(tables.state_dict())
     train(replace(case, steps=1), model, [rank])
     with FullDisk("flush"):
-        errors.append(told(tables.state_dict))
-        errors.append(told(tables.flush))
+        errors.append(error_of(tables.state_dict))
+        errors.append(error_of(tables.flush))
     train(replace(case, steps=1), model, [rank])  # rank 0's file is one generation ahead
     changed = blocks(tables.state_dict())
     tables.close()
@@ -161,7 +161,7 @@ def fail(case: Case, folder: str) -> tuple[list[str], list[str], list[bool]]:
     return errors, left, kept
 
 
-def refuse(case: Case, folder: str) -> list[str]:
+def file_errors(case: Case, folder: str) -> list[str]:
     """Returns errors of files that do not belong together, and of unusable paths."""
     rank, errors, on = dist.get_rank(), [], on_disk(case, folder)
     _, tables = made(on)
@@ -170,26 +170,26 @@ def refuse(case: Case, folder: str) -> list[str]:
     if rank == 1:
         Path(folder, "rows.1-of-2").rename(Path(folder, "elsewhere"))
     dist.barrier()
-    errors.append(told(lambda: made(on)))
+    errors.append(error_of(lambda: made(on)))
     if rank == 1:
         assert not Path(folder, "rows.1-of-2").exists()
         Path(folder, "elsewhere").rename(Path(folder, "rows.1-of-2"))
     dist.barrier()
-    errors.append(told(lambda: made(replace(on, plan="table_wise"))))  # files of the previous plan
+    errors.append(error_of(lambda: made(replace(on, plan="table_wise"))))  # files of the previous plan
     model, tables = made(on)
     train(replace(case, steps=1), model, [rank])
     if rank == 0:
         tables.shards.flush()
     tables.close()
-    errors.append(told(lambda: made(on)))
+    errors.append(error_of(lambda: made(on)))
     _, tables = made(on_disk(case, folder, generation=1))
     tables.close()
-    errors.append(told(lambda: made(on_disk(case, f"{folder}/nowhere"))))
+    errors.append(error_of(lambda: made(on_disk(case, f"{folder}/nowhere"))))
     Path(folder, "other", "rows.1-of-2").mkdir(parents=True, exist_ok=True)
-    errors.append(told(lambda: made(on_disk(case, f"{folder}/other"))))
+    errors.append(error_of(lambda: made(on_disk(case, f"{folder}/other"))))
     dist.barrier()
     assert not Path(folder, "other", "rows.0-of-2").exists()
-    errors.append(told(lambda: made(on_disk(case, f"{folder}/other", memory_budget=1000))))
+    errors.append(error_of(lambda: made(on_disk(case, f"{folder}/other", memory_budget=1000))))
     return errors
 
 

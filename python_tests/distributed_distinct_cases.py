@@ -210,7 +210,7 @@ def weighted_alone(given: Distinct) -> tuple[list[list[Tensor]], dict[str, Tenso
     return found, dict(model.ebc.state_dict())
 
 
-def numbers_sent(given: Distinct) -> list[int]:
+def values_sent(given: Distinct) -> list[int]:
     """Float32 values that this rank sends to others in a step: pooled rows, then gradients and five control values."""
     model, rank = sharded(given.case, collection(given.case)), dist.get_rank()
     with counted_bytes() as sent:

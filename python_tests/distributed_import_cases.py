@@ -67,7 +67,7 @@ def train(model: nn.Module, steps: range, ranks: list[int]) -> list[Tensor]:
     return outputs
 
 
-def of_torchrec(given: Import) -> nn.Module:
+def torchrec_model(given: Import) -> nn.Module:
     """The model with TorchRec's tables and kernels."""
     import torchrec
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -93,7 +93,7 @@ def alone(given: Import, device: str | None = None) -> Model:
     return Model(whole(tables, optimizer=OPTIMIZERS[given.optimizer], device=device), given.pooled)
 
 
-def of_rk(given: Import, *kinds: str) -> nn.Module:
+def rk_model(given: Import, *kinds: str) -> nn.Module:
     """The sharded model with tables of this package and different initial rows."""
     bags, ids = rk.distributed.EmbeddingBagCollectionSharder, rk.distributed.EmbeddingCollectionSharder
     sharder = (bags if given.pooled else ids)(gradient="torchrec")
@@ -129,7 +129,7 @@ def _of(model: nn.Module) -> dict[str, Any]:
     return {"model": model.state_dict()} | ({"optim": optimizer} if any(optimizer["state"].values()) else {})
 
 
-def by_their_names(model: nn.Module) -> dict[str, Any]:
+def torchrec_named_state(model: nn.Module) -> dict[str, Any]:
     """The state of a model of this package under TorchRec's names."""
     state = rk.distributed.torchrec_state(model)
     return {"model": state.model} | ({"optim": state.optimizer} if state.optimizer["state"] else {})
@@ -137,20 +137,20 @@ def by_their_names(model: nn.Module) -> dict[str, Any]:
 
 def imported(given: Import, folder: str) -> tuple[list[Tensor], list[Tensor]]:
     """TorchRec trains, saves and trains on; this package trains on from the checkpoint. Returns both outputs."""
-    theirs, rank = of_torchrec(given), dist.get_rank()
+    theirs, rank = torchrec_model(given), dist.get_rank()
     train(theirs, range(2), [rank])
     dcp.save(_of(theirs), checkpoint_id=folder)
-    ours = of_rk(given, "row_wise", "table_wise", "row_wise")
-    dcp.load(by_their_names(ours), checkpoint_id=folder)
+    ours = rk_model(given, "row_wise", "table_wise", "row_wise")
+    dcp.load(torchrec_named_state(ours), checkpoint_id=folder)
     return train(theirs, range(2, 5), [rank]), train(ours, range(2, 5), [rank])
 
 
 def exported(given: Import, folder: str) -> tuple[list[Tensor], list[Tensor]]:
     """This package trains, saves with TorchRec's names and trains on, as does TorchRec. Returns both outputs."""
-    ours, rank = of_rk(given, "row_wise", "table_wise", "row_wise"), dist.get_rank()
+    ours, rank = rk_model(given, "row_wise", "table_wise", "row_wise"), dist.get_rank()
     train(ours, range(2), [rank])
-    dcp.save(by_their_names(ours), checkpoint_id=folder)
-    theirs = of_torchrec(given)
+    dcp.save(torchrec_named_state(ours), checkpoint_id=folder)
+    theirs = torchrec_model(given)
     found = _of(theirs)
     dcp.load(found, checkpoint_id=folder)
     return train(ours, range(2, 5), [rank]), train(theirs, range(2, 5), [rank])

@@ -226,7 +226,7 @@ def save_and_load(case: Sequences, other: str, folder: str) -> tuple[dict[str, A
     return blocks(model.module.sequences.state_dict()), blocks(loaded.module.sequences.state_dict())
 
 
-def unlike(case: Sequences) -> tuple[str, bool]:
+def different_backwards(case: Sequences) -> tuple[str, bool]:
     """Each rank runs the backward of a different lookup; returns the error, and whether the state is unchanged."""
     model, rank = sharded(case, collection(case)), dist.get_rank()
     before, error = blocks(model.module.sequences.state_dict()), ""
@@ -268,7 +268,7 @@ def load_whole(case: Sequences, state: dict[str, Tensor]) -> dict[str, Any]:
     return blocks(model.module.sequences.state_dict())
 
 
-def refused(case: Sequences) -> tuple[list[str], bool, list]:
+def bad_batches(case: Sequences) -> tuple[list[str], bool, list]:
     """Rank 1 alone feeds bad batches; returns this rank's errors, whether the state is unchanged, and later outputs."""
     model, rank = sharded(case, collection(case)), dist.get_rank()
     before = blocks(model.module.sequences.state_dict())
@@ -341,7 +341,7 @@ def pipelined(case: Sequences) -> list[bool]:
     return equal
 
 
-def numbers_sent(case: Sequences) -> list[int]:
+def values_sent(case: Sequences) -> list[int]:
     """Float32 values that this rank sends to others in a step: rows, gradients and control values."""
     model = sharded(case, collection(case))
     with counted_bytes() as sent:

@@ -52,7 +52,7 @@ def save_and_load(case: Case, other: str, folder: str) -> tuple[dict[str, Any], 
     return saved, blocks(loaded.module.ebc.state_dict())
 
 
-def in_a_group(case: Case) -> dict[str, Any]:
+def own_group(case: Case) -> dict[str, Any]:
     """The blocks of a model that this rank trains and reloads in a process group of which it is the only rank."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     model = sharded(case, collection(case), replicates=False, group=groups[dist.get_rank()])
@@ -86,12 +86,12 @@ def reshard(case: Case, ranks: list[list[int]], step: int, folder: str) -> dict[
     return blocks(model.module.ebc.state_dict())
 
 
-def begin(case: Case) -> dict[str, Any]:
+def from_meta(case: Case) -> dict[str, Any]:
     """The blocks of a collection that was on the meta device."""
     return blocks(sharded(case, collection(case, device="meta")).module.ebc.state_dict())
 
 
-def refused(case: Case) -> tuple[list[str], bool, list[Tensor]]:
+def bad_batches(case: Case) -> tuple[list[str], bool, list[Tensor]]:
     """Rank 1 alone feeds bad batches; returns this rank's errors, whether the state is unchanged, and later outputs."""
     model, rank = sharded(case, collection(case)), dist.get_rank()
     before = blocks(model.module.ebc.state_dict())
@@ -128,7 +128,7 @@ def options(case: Case) -> dict[str, Any]:
     return blocks(use_options(case, model, model.module.ebc, model.fused_optimizer, [rank]))
 
 
-def shown(case: Case) -> tuple[str, int, str, Any, list[str]]:
+def properties(case: Case) -> tuple[str, int, str, Any, list[str]]:
     """The text, step, device and option of a trained collection, and the tables with blocks on this rank."""
     model = sharded(case, collection(case))
     train(case, model, [dist.get_rank()])
@@ -182,7 +182,7 @@ def rates(case: Case, other: Case, state: dict[str, Any], folder: str) -> tuple:
     model = sharded(case, collection(case))
     tables = model.module.ebc
     own = train_rates(case, model, tables, tables.optimizer, [dist.get_rank()])
-    shown = [group["lr"] for group in model.fused_optimizer.param_groups]
+    properties = [group["lr"] for group in model.fused_optimizer.param_groups]
     held = [
         [
             name[:2]
@@ -197,7 +197,7 @@ def rates(case: Case, other: Case, state: dict[str, Any], folder: str) -> tuple:
     restore(loaded, folder)
     loaded.module.ebc.optimizer.load_state_dict(state)
     train(other, loaded, [dist.get_rank()])
-    return shown, held, own, trained, blocks(loaded.module.ebc.state_dict()), lr
+    return properties, held, own, trained, blocks(loaded.module.ebc.state_dict()), lr
 
 
 class Loss(nn.Module):
@@ -275,7 +275,7 @@ def train_layers(case: Case, model: nn.Module, ranks: list[int]) -> list[float]:
     return losses
 
 
-def beside_fsdp(case: Case) -> tuple[list[float], dict[str, Any], dict[str, Tensor], list[int]]:
+def with_fsdp(case: Case) -> tuple[list[float], dict[str, Any], dict[str, Tensor], list[int]]:
     """FSDP2 shards the layers; returns losses, blocks of tables, weights of layers, and their elements on this rank."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -345,14 +345,14 @@ def prepared(case: Case, device: str | None = None) -> rk.EmbeddingBagCollection
     return ebc
 
 
-def carried(case: Case) -> dict[str, Any]:
+def run_prepared(case: Case) -> dict[str, Any]:
     """Blocks of a ``prepared`` collection, sharded and trained."""
     model = sharded(case, prepared(case))
     train(case, model, [dist.get_rank()])
     return blocks(model.module.ebc.state_dict())
 
 
-def unlike(case: Case, what: str) -> str:
+def different_ranks(case: Case, what: str) -> str:
     """Returns the error if rank 1 has another plan or other options."""
     rank = dist.get_rank()
     own = {"plan": replace(case, plan="row_wise"), "optimizer": replace(case, optimizer="adagrad")}
@@ -363,7 +363,7 @@ def unlike(case: Case, what: str) -> str:
     return ""
 
 
-def refused_plan(case: Case) -> str:
+def bad_plan(case: Case) -> str:
     """Returns the error if rank 1's plan lacks a table."""
     ebc, plan = collection(case, device="meta"), plan_of(case, 2)
     if dist.get_rank() == 1:
@@ -379,7 +379,7 @@ def refused_plan(case: Case) -> str:
     return ""
 
 
-def without_rows(case: Case) -> tuple[str, bool]:
+def failing_init(case: Case) -> tuple[str, bool]:
     """Initialization of a table fails on rank 1; returns this rank's error, and whether its shards then work."""
 
     def init(rows: Tensor) -> None:

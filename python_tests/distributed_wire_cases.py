@@ -57,21 +57,21 @@ def bytes_sent(case: Case | Sequences) -> list[int]:
 
 def collectives(case: Case) -> list[str]:
     """Names of a step's collectives, in the order of their start."""
-    model, noted = sharded(case, collection(case)), []
+    model, events = sharded(case, collection(case)), []
     names = ("all_to_all_single", "all_gather", "all_reduce", "reduce_scatter", "broadcast", "all_gather_object")
     own = {name: getattr(dist, name) for name in names}
 
-    def noting(name: str) -> Any:
-        return lambda *args, **options: (noted.append(name), own[name](*args, **options))[1]
+    def recording(name: str) -> Any:
+        return lambda *args, **options: (events.append(name), own[name](*args, **options))[1]
 
     try:
         for name in names:
-            setattr(dist, name, noting(name))
+            setattr(dist, name, recording(name))
         train(replace(case, steps=1), model, [dist.get_rank()])
     finally:
         for name, function in own.items():
             setattr(dist, name, function)
-    return noted
+    return events
 
 
 def losses(case: Case, steps: int) -> list[float]:
@@ -156,7 +156,7 @@ def infinite(case: Case) -> list[bool]:
     return [bool(row.isnan().all()) for row in out], has
 
 
-def unlike() -> str:
+def different_wires() -> str:
     """Returns the error if ranks choose different formats."""
     formats = ("int8", "bf16")
     try:
@@ -171,14 +171,14 @@ class Between(nn.Module):
 
     def __init__(self, ebc: nn.Module) -> None:
         super().__init__()
-        self.ebc, self.noted = ebc, []
+        self.ebc, self.events = ebc, []
         self.dense = nn.Linear(4, 64)
 
     def forward(self, features: Any) -> Tensor:
         pooled = self.ebc(features)
-        self.noted.append("looked up")
+        self.events.append("looked up")
         hidden = self.dense(torch.ones(features.stride(), 4))
-        hidden.register_hook(lambda _: self.noted.append("layer's backward"))
+        hidden.register_hook(lambda _: self.events.append("layer's backward"))
         return hidden * pooled.values()
 
 
@@ -186,26 +186,26 @@ def order(case: Case) -> tuple[list[str], bool]:
     """The order of events in a step, and whether a lookup trains that was read under no_grad()."""
     from rec_kernels.distributed import messages
 
-    noted, all_to_all = [], messages.all_to_all
+    recorded, all_to_all = [], messages.all_to_all
 
     def watched(*arguments: Any) -> Any:
-        noted.append("sent")
+        recorded.append("sent")
         under_way = all_to_all(*arguments)
         wait = under_way.wait
-        under_way.wait = lambda: (noted.append("waited"), wait())[1]
+        under_way.wait = lambda: (recorded.append("waited"), wait())[1]
         return under_way
 
     messages.all_to_all = watched
     try:
         model = sharded(case, collection(case), Between)
-        model.module.noted = noted
+        model.module.recorded = recorded
         given = batch(case, 0, [dist.get_rank()])
         model(given).sum().backward()
         late, step = model.module.ebc(given), int(model.module.ebc.shards.step)
         with torch.no_grad():
             values = late.values()
         values.sum().backward()
-        return noted[: noted.index("waited", 5) + 1], int(model.module.ebc.shards.step) == step + 1
+        return recorded[: recorded.index("waited", 5) + 1], int(model.module.ebc.shards.step) == step + 1
     finally:
         messages.all_to_all = all_to_all
 

@@ -90,6 +90,6 @@ def scores(folder: str, data: str = "tiny") -> dict:
     return evaluate(Path(folder) / "run", DATA[data]())
 
 
-def unlike(folder: str) -> dict | str:
+def different_seeds(folder: str) -> dict | str:
     """A run whose processes have different seeds."""
     return run(folder, more={"seed": dist.get_rank()})

@@ -35,15 +35,15 @@ BACKWARDS = ("dense", "sparse", "per_sample_weights", "fused_")
 
 
 @dataclass(frozen=True)
-class Complaint:
+class ExpectedError:
     """The error that a call must report.
 
-    ``noted`` is what a device writes to ``status``; None: the host detects it, and raises on a GPU as well.
+    ``status_code`` is what a device writes to ``status``; None: the host detects it, and raises on a GPU as well.
     """
 
     error: type[Exception]
     message: str
-    noted: int | None
+    status_code: int | None
 
 
 @dataclass
@@ -67,16 +67,16 @@ class BadCall:
         return encoded
 
     @functools.cached_property
-    def complaint(self) -> Complaint | None:
+    def expected_error(self) -> ExpectedError | None:
         """The first error: the number of offsets, an offset, an id that may not be ignored."""
         case, features = self.encoded.case, len(self.sample.features)
         count = len(case.offsets)
         if count == 0 or (count - 1) % features:
             found = "none" if count == 0 else f"{count} for {features} features"
-            return Complaint(ValueError, f"offsets must have num_features * batch + 1 elements, got {found}", None)
+            return ExpectedError(ValueError, f"offsets must have num_features * batch + 1 elements, got {found}", None)
         return _bad_offset(case.offsets.tolist(), len(case.values), case.batch) or self._bad_id()
 
-    def _bad_id(self) -> Complaint | None:
+    def _bad_id(self) -> ExpectedError | None:
         case = self.encoded.case
         position, _ = expected_status(case)
         if position == INT64_MAX or self.sample.bounds_check != "error":
@@ -85,7 +85,7 @@ class BadCall:
         feature, limit = bag // case.batch, case.num_ids[bag // case.batch]
         place = f"values[{position}] = {int(case.values[position])} (feature {feature}, bag {bag % case.batch})"
         text = f"{place} is out of range: ids of this feature must be in [0, {limit})"
-        return Complaint(IndexError, text, position)
+        return ExpectedError(IndexError, text, position)
 
     @property
     def options(self) -> dict[str, str]:
@@ -118,7 +118,7 @@ class BadCall:
         return before_update(self.encoded, self.sample.optimizer)
 
 
-def _bad_offset(offsets: list[int], ids: int, batch: int) -> Complaint | None:
+def _bad_offset(offsets: list[int], ids: int, batch: int) -> ExpectedError | None:
     for i, offset in enumerate(offsets):
         bag = max(i - 1, 0)
         where = (bag // batch, bag % batch) if batch else (0, 0)
@@ -129,7 +129,7 @@ def _bad_offset(offsets: list[int], ids: int, batch: int) -> Complaint | None:
             text = f"{place} must be in [0, {ids}], the number of values"
         else:
             continue
-        return Complaint(ValueError, text, INT64_MIN + 1 + i)
+        return ExpectedError(ValueError, text, INT64_MIN + 1 + i)
     return None
 
 
@@ -209,29 +209,29 @@ def bad_call(seed: int) -> BadCall:
 def check(call: BadCall, backend: Backend) -> None:
     """Checks one call on one backend; a failure prints the call."""
     try:
-        if call.complaint is None:
+        if call.expected_error is None:
             check_right(call, backend)
-        elif call.complaint.noted is None or backend.kind == "cpu":
+        elif call.expected_error.status_code is None or backend.kind == "cpu":
             check_raises(call, backend)
         else:
             check_status(call, backend)
     except Exception as error:
-        raise AssertionError(f"{backend.name}: {call}: {call.complaint}: {error!r}") from error
+        raise AssertionError(f"{backend.name}: {call}: {call.expected_error}: {error!r}") from error
 
 
 def check_right(call: BadCall, backend: Backend) -> None:
     """A valid call has the reference's result without ignored ids."""
-    here = one(backend)
+    here = only_backend(backend)
     check_lookups(call.encoded, here, **call.options)
     check_gradients(call.encoded.case, here, **call.options)
     check_update(call.encoded, call.sample.optimizer, call.sample.rounding, here, **call.options)
 
 
-def one(backend: Backend) -> Backends:
+def only_backend(backend: Backend) -> Backends:
     return lambda: iter([backend])
 
 
-def raised(function: Callable[[], object]) -> Exception | None:
+def error_of(function: Callable[[], object]) -> Exception | None:
     """Returns the error that a call raises."""
     try:
         function()
@@ -245,28 +245,28 @@ def check_raises(call: BadCall, backend: Backend) -> None:
     before = [t.clone() for t in call.before()]
     for run, names in ((call.forward, FORWARDS), (call.backward, BACKWARDS)):
         for op in names:
-            error = raised(lambda run=run, op=op: run(op, backend.ops))
-            if op == "per_sample_weights" and call.complaint.error is IndexError:  # the forward raises this one
+            error = error_of(lambda run=run, op=op: run(op, backend.ops))
+            if op == "per_sample_weights" and call.expected_error.error is IndexError:  # the forward raises this one
                 assert error is None, error
                 continue
-            assert type(error) is call.complaint.error, (op, error)
-            assert str(error).startswith(call.complaint.message), (op, error)
+            assert type(error) is call.expected_error.error, (op, error)
+            assert str(error).startswith(call.expected_error.message), (op, error)
     assert all(map(same_bits, call.before(), before)), "an op that raised has changed something"
 
 
 def check_status(call: BadCall, backend: Backend) -> None:
     """A device does not raise: the status has the error, no update happens, every result is finite."""
-    complaint, ops = call.complaint, backend.ops
+    expected_error, ops = call.expected_error, backend.ops
     for op in FORWARDS:
         output, status = call.forward(op, ops)
-        assert status[0].item() == complaint.noted, (op, status)
-        assert complaint.error is ValueError or status.tolist() == expected_status(call.encoded.case), (op, status)
+        assert status[0].item() == expected_error.status_code, (op, status)
+        assert expected_error.error is ValueError or status.tolist() == expected_status(call.encoded.case), (op, status)
         assert output.isfinite().all(), op
     assert all(map(same_bits, call.backward("fused_", ops), call.before())), "the update changed something"
     assert call.backward("per_sample_weights", ops).isfinite().all()
-    if complaint.error is IndexError:  # gradients have no status; they ignore the id
-        check_gradients(call.encoded.case, one(backend), **call.options)
+    if expected_error.error is IndexError:  # gradients have no status; they ignore the id
+        check_gradients(call.encoded.case, only_backend(backend), **call.options)
         return
     assert not call.backward("dense", ops).any(), "a dense gradient of bad offsets"
-    error = raised(lambda: call.backward("sparse", ops))  # the host must know the result's size
+    error = error_of(lambda: call.backward("sparse", ops))  # the host must know the result's size
     assert "the layout, the offsets or inverse are not valid" in str(error), error

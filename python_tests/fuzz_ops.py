@@ -37,7 +37,7 @@ from layout_calls import OPS
 ROOT = Path(__file__).parents[1]
 SANITIZED = ROOT / "build" / "sanitized"
 #: Seconds without output after which a call hangs. Starting a process under the sanitizers is slow, too.
-PATIENCE = 120
+TIMEOUT = 120
 #: Bytes of address space of a process that calls ops. The sanitizers need more; there, single allocations are limited.
 MEMORY = 12 << 30
 #: One call in this many is from a fuzzer with a reference.
@@ -81,7 +81,7 @@ def work(first: int, count: int | None, seed: int, op: str | None) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True
     valid = op_fuzz.Samples()
     for number in itertools.islice(itertools.count(first), count):
-        _say("call", number)
+        _print("call", number)
         try:
             if op is None and number % REFERENCE_EVERY == REFERENCE_EVERY - 1:
                 done = ("with a reference", _with_reference(seed, number))
@@ -89,11 +89,11 @@ def work(first: int, count: int | None, seed: int, op: str | None) -> None:
                 done = op_fuzz.check(valid, f"{seed}:{number}", op)
         except op_fuzz.FoundError as finding:
             done = (finding.op, "finding")
-            _say("found", number, str(finding))
+            _print("found", number, str(finding))
         except AssertionError as finding:
             done = ("with a reference", "finding")
-            _say("found", number, str(finding))
-        _say("done", *done)
+            _print("found", number, str(finding))
+        _print("done", *done)
 
 
 def _with_reference(seed: int, number: int) -> str:
@@ -103,10 +103,10 @@ def _with_reference(seed: int, number: int) -> str:
     call, cpu = embedding_bag_fuzz.bad_call(seed * 2**32 + number), Backend("cpu", OPS)
     embedding_bag_fuzz.check(call, cpu)
     row_cache_fuzz.check(call, number, cpu)
-    return "raised" if call.complaint else "right"
+    return "raised" if call.expected_error else "right"
 
 
-def _say(*what: object) -> None:
+def _print(*what: object) -> None:
     print(json.dumps(what), flush=True)
 
 
@@ -137,26 +137,26 @@ class Campaign:
                 command, env=self._environment, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace"
             )
             try:
-                for kind, *what in _words(process.stdout):
+                for kind, *what in _lines(process.stdout):
                     if kind == "call":
                         number = what[0]
                     elif kind == "found":
-                        self._found(*what)
+                        self._add_finding(*what)
                     elif kind == "done":
                         self.outcomes[what[0]][what[1]] += 1
                         if time.monotonic() > end:
                             return number + 1
                 if process.wait() != 0:
                     errors.seek(0)
-                    self._found(number, f"the process died with {process.returncode}: {errors.read()[-4000:]}")
+                    self._add_finding(number, f"the process died with {process.returncode}: {errors.read()[-4000:]}")
             except Empty:
-                self._found(number, f"nothing came within {PATIENCE} s")
+                self._add_finding(number, f"nothing came within {TIMEOUT} s")
             finally:
                 process.kill()
                 process.wait()
         return number + 1
 
-    def _found(self, number: int, what: str) -> None:
+    def _add_finding(self, number: int, what: str) -> None:
         self.findings.append(what)
         print(f"call {number} of seed {self.options.seed}: {what}", flush=True)
 
@@ -170,7 +170,7 @@ class Campaign:
         return "\n".join(rows)
 
 
-def _words(stream: IO[str]) -> Iterator[list]:
+def _lines(stream: IO[str]) -> Iterator[list]:
     """Yields a process's lines; raises Empty if none arrives for PATIENCE seconds."""
     lines: Queue[str | None] = Queue()
 
@@ -180,7 +180,7 @@ def _words(stream: IO[str]) -> Iterator[list]:
         lines.put(None)
 
     threading.Thread(target=read, daemon=True).start()
-    while (line := lines.get(timeout=PATIENCE)) is not None:
+    while (line := lines.get(timeout=TIMEOUT)) is not None:
         yield json.loads(line)
 
 

@@ -27,7 +27,7 @@ BAD_LAYOUT = -(2**63)  # the status on a GPU
 GUARD = 96  # bytes before and after a tensor that the op may write
 NUMBERS = [0, 1, 2, 3, 4, 7, 16, -1, -2, 2**31 - 1, 2**31, 2**32, 2**40, 2**61, 2**62, 2**63 - 1, -(2**31), -(2**63)]
 #: Messages for results too large to allocate.
-OF_MEMORY = re.compile(r"cannot allocate|not enough memory|std::bad_alloc|Storage size calculation overflowed")
+MEMORY_ERRORS = re.compile(r"cannot allocate|not enough memory|std::bad_alloc|Storage size calculation overflowed")
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Forgery:
         except (ValueError, IndexError, RuntimeError, MemoryError) as raised:
             error = raised
         for n, guard in guards.items():
-            assert guard.holds(), f"{n}: written outside of it"
+            assert guard.is_intact(), f"{n}: written outside of it"
         unwritten = [n for n, t in given.items() if isinstance(t, Tensor) and n not in guards]
         assert all(same_bits(given[n], self.arguments[n]) for n in unwritten), "what is not the op's was written"
         return found, error, {n: g.tensor for n, g in guards.items()}
@@ -74,7 +74,7 @@ class _Guarded:
         self.tensor = self._memory[GUARD : GUARD + size].view(t.dtype).view(t.shape)
         self.tensor.copy_(t)
 
-    def holds(self) -> bool:
+    def is_intact(self) -> bool:
         """True if the guard bytes are unchanged."""
         around = torch.cat([self._memory[:GUARD], self._memory[GUARD + self._size :]])
         return bool((around == 0x5A).all())
@@ -161,22 +161,22 @@ def check_forgery(forgery: Forgery, backend: Backend) -> str:
     found, error, state = forgery.run(backend.ops)
     if error is not None:
         expected = (ValueError, IndexError) if backend.kind == "cpu" else (ValueError, IndexError, RuntimeError)
-        assert isinstance(error, expected) or OF_MEMORY.search(str(error)), repr(error)
+        assert isinstance(error, expected) or MEMORY_ERRORS.search(str(error)), repr(error)
         assert all(same_bits(t, forgery.arguments[n]) for n, t in state.items()), f"changed before it raised: {error}"
         return "raised"
     if backend.kind == "cpu":
         return "done"
-    wanted, said, wanted_state = forgery.run(torch.ops.rec_kernels)
-    if said is None:
-        assert all(map(same_bits, found, wanted)), "other results than the CPU's"
-        assert not [n for n in state if not same_bits(state[n], wanted_state[n])], "another state than the CPU's"
+    cpu_results, cpu_error, expected_state = forgery.run(torch.ops.rec_kernels)
+    if cpu_error is None:
+        assert all(map(same_bits, found, cpu_results)), "other results than the CPU's"
+        assert not [n for n in state if not same_bits(state[n], expected_state[n])], "another state than the CPU's"
         return "done"
-    if not str(said).startswith("layout["):
+    if not str(cpu_error).startswith("layout["):
         return "done"
-    if "cache_sets, cache_first_set" in str(said) and forgery.op == "embedding_bag_fused.layout":
+    if "cache_sets, cache_first_set" in str(cpu_error) and forgery.op == "embedding_bag_fused.layout":
         return "done"  # only the update, which comes later, looks for rows in the cache
     if forgery.op.startswith(("embedding_bag.", "embedding_bag_fused.", "embedding_bag_tables.")):
-        assert found[1][0].item() == BAD_LAYOUT, f"a status of {found[1].tolist()}, where the CPU raises {said}"
+        assert found[1][0].item() == BAD_LAYOUT, f"a status of {found[1].tolist()}, where the CPU raises {cpu_error}"
     kept = [n for n in state if n != "cache_clock"]
-    assert all(same_bits(state[n], forgery.arguments[n]) for n in kept), f"changed, where the CPU raises {said}"
+    assert all(same_bits(state[n], forgery.arguments[n]) for n in kept), f"changed, where the CPU raises {cpu_error}"
     return "noted"

@@ -41,7 +41,7 @@ _test, _imported = "", 0
 NAMESPACES = {"rec_kernels": "cpu", "rec_kernels_emulated": "cuda_emulated"}
 
 
-def there_is() -> set[tuple[str, str]]:
+def registered_kernels() -> set[tuple[str, str]]:
     """(op, backend) of the kernels in this process. Every op has a fake kernel."""
     found = set()
     for qualified in torch._C._dispatch_get_all_op_names():
@@ -62,28 +62,28 @@ def backend_of(namespace: str, arguments: tuple) -> str:
     return "cuda" if any(t.is_cuda for t in tensors) else "cpu"
 
 
-def noted(op: str, backend: str, call: Callable, *args, **kwargs) -> object:
+def record_call(op: str, backend: str, call: Callable, *args, **kwargs) -> object:
     """Calls an op, and records the call and its error."""
     _calls.add((op, backend, _test))
     try:
         return call(*args, **kwargs)
     except Exception as error:
-        _raised.add((op, backend, normalised(error)))
+        _raised.add((op, backend, normalized(error)))
         raise
 
 
-def _noted(call: Callable, name: Callable[[object], str]) -> Callable:
-    def noting(self, /, *args, **kwargs):
+def _recording(call: Callable, name: Callable[[object], str]) -> Callable:
+    def recording(self, /, *args, **kwargs):
         namespace, _, op = name(self).partition("::")
         if namespace not in NAMESPACES or op.startswith("_"):
             return call(self, *args, **kwargs)
-        return noted(op.split(".")[0], backend_of(namespace, (args, kwargs)), call, self, *args, **kwargs)
+        return record_call(op.split(".")[0], backend_of(namespace, (args, kwargs)), call, self, *args, **kwargs)
 
-    return noting
+    return recording
 
 
-def _noted_function(function: Callable, op: str, backend: str) -> Callable:
-    return functools.update_wrapper(functools.partial(noted, op, backend, function), function)
+def _recording_function(function: Callable, op: str, backend: str) -> Callable:
+    return functools.update_wrapper(functools.partial(record_call, op, backend, function), function)
 
 
 class _Function(NamedTuple):
@@ -111,7 +111,7 @@ def _packages(ops: set[str]) -> Iterator[_Function]:
                     yield _Function(vars(module), name, name, backend)
 
 
-def normalised(error: BaseException) -> str:
+def normalized(error: BaseException) -> str:
     """The type and first line of an error, with N for numbers."""
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {re.sub(r'-?[0-9]+(?:[.][0-9]+)?(?:e[-+]?[0-9]+)?', 'N', first)[:120]}"
@@ -123,35 +123,35 @@ def pytest_configure(config: pytest.Config) -> None:
         (torch._ops.OpOverload, lambda op: op.name()),
         (torch._ops.OpOverloadPacket, lambda op: op._qualified_op_name),
     ):
-        kind.__call__ = _noted(kind.__call__, name)
+        kind.__call__ = _recording(kind.__call__, name)
     leave = pytest.RaisesExc.__exit__
 
-    def noting(self, kind, error, trace):
+    def recording_exit(self, kind, error, trace):
         if error is not None:
-            _errors.add((normalised(error), _test))
+            _errors.add((normalized(error), _test))
         return leave(self, kind, error, trace)
 
-    pytest.RaisesExc.__exit__ = noting
+    pytest.RaisesExc.__exit__ = recording_exit
 
 
 #: Functions of Triton and the reference, and their recording replacements.
 _functions: dict[Callable, Callable] = {}
 
 
-def watch_packages() -> None:
+def record_packages() -> None:
     """Replaces functions of Triton and the reference in their modules, as far as these are imported."""
     names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("rec_kernels::")]
     ops = {name.split("::")[1].split(".")[0] for name in names}
     for space, key, op, backend in list(_packages(ops)):
         function = space[key]
         if function not in _functions.values():
-            _functions[function] = _functions.get(function) or _noted_function(function, op, backend)
+            _functions[function] = _functions.get(function) or _recording_function(function, op, backend)
             space[key] = _functions[function]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Also replaces the functions that tests have imported."""
-    watch_packages()
+    record_packages()
     for module in {item.module for item in session.items}:
         for name, value in list(vars(module).items()):
             if isinstance(value, types.FunctionType) and value in _functions:
@@ -163,7 +163,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     global _test, _imported
     _test = f"{item.path.stem}::{item.originalname}"
     if len(sys.modules) != _imported:
-        watch_packages()
+        record_packages()
         _imported = len(sys.modules)
 
 
@@ -171,11 +171,11 @@ def pytest_sessionfinish() -> None:
     """Writes this process's file."""
     folder = Path(os.environ["OP_COVERAGE"])
     folder.mkdir(parents=True, exist_ok=True)
-    found = Found(_calls, _raised, _errors, there_is())
+    found = Coverage(_calls, _raised, _errors, registered_kernels())
     (folder / f"{os.getpid()}.json").write_text(json.dumps({k: sorted(v) for k, v in found._asdict().items()}))
 
 
-class Found(NamedTuple):
+class Coverage(NamedTuple):
     """The recorded calls, raised errors, expected errors and kernels."""
 
     calls: set[tuple[str, str, str]]
@@ -184,13 +184,13 @@ class Found(NamedTuple):
     kernels: set[tuple[str, str]]
 
     @classmethod
-    def read(cls, folder: Path) -> Found:
+    def read(cls, folder: Path) -> Coverage:
         """Reads all files of a folder, recursively."""
         files = [json.loads(path.read_text()) for path in folder.rglob("*.json")]
         return cls(*({tuple(entry) for found in files for entry in found[name]} for name in cls._fields))
 
 
-def matrix(found: Found) -> list[str]:
+def matrix(found: Coverage) -> list[str]:
     """A line per op: "expand: cpu 12 (3 errors), fake 2", with numbers of test functions and of different errors."""
     tests = collections.Counter(call[:2] for call in found.calls)
     errors = collections.Counter(error[:2] for error in found.raised)
@@ -204,14 +204,14 @@ def matrix(found: Found) -> list[str]:
     return lines
 
 
-def lacking(found: Found) -> list[str]:
+def uncovered(found: Coverage) -> list[str]:
     """Kernels that no test calls, and ops without an error on the CPU."""
     untested = found.kernels - {call[:2] for call in found.calls}
     silent = {op for op, _ in found.kernels} - {op for op, backend, _ in found.raised if backend == "cpu"}
     return [f"no test: {op} with {b}" for op, b in sorted(untested)] + [f"no error: {op}" for op in sorted(silent)]
 
 
-def compare(whole: Found, part: Found) -> tuple[list[str], bool]:
+def compare(whole: Coverage, part: Coverage) -> tuple[list[str], bool]:
     """The lines that the command prints, and whether ``part`` has every op with every backend, and every error."""
     missing = [
         f"no call: {op} with {b}" for op, b in sorted({c[:2] for c in whole.calls} - {c[:2] for c in part.calls})
@@ -222,7 +222,7 @@ def compare(whole: Found, part: Found) -> tuple[list[str], bool]:
     errors = {e for e, _ in whole.errors}
     missing += [f"not expected: {error}" for error in sorted(errors - {e for e, _ in part.errors})]
     fewer = [f"not in {test}: {op} with {backend}" for op, backend, test in sorted(whole.calls - part.calls)]
-    without = lacking(part)
+    without = uncovered(part)
     counts = (
         f"{len(whole.calls)} calls of an op with a backend in a test function, {len(fewer)} lacking; "
         f"{len(whole.raised)} errors of an op with a backend and {len(errors)} that tests expect, "
@@ -232,6 +232,6 @@ def compare(whole: Found, part: Found) -> tuple[list[str], bool]:
 
 
 if __name__ == "__main__":
-    printed, is_whole = compare(*(Found.read(Path(folder)) for folder in sys.argv[1:3]))
+    printed, is_whole = compare(*(Coverage.read(Path(folder)) for folder in sys.argv[1:3]))
     print(*printed, sep="\n")
     sys.exit(not is_whole)

@@ -186,7 +186,7 @@ def inputs_of(expression: object, name: str = "features") -> Iterable[tuple[str,
         yield name, expression
 
 
-def in_numbers(expected: dict, got: dict) -> tuple[dict, dict]:
+def dequantized(expected: dict, got: dict) -> tuple[dict, dict]:
     """Decodes int8 rows of two states, and replaces values of the second one quantization step off by the first's.
 
     Sums that differ in the last bit change a row's range, on which all its bytes depend, and can change the rounding.
@@ -220,6 +220,6 @@ def replay(run: dict, folder: Path) -> list[str]:
         for number, (step, expected) in enumerate(zip(run["steps"], run["results"], strict=True)):
             got, place = player.play(step), f"step {number}, {step['do']}"
             if not run["exact"] and step["do"] == "state":
-                expected, got = in_numbers(expected, got)
+                expected, got = dequantized(expected, got)
             found += differences(expected, got, place, exact=run["exact"])
     return found

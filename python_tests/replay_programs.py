@@ -39,12 +39,12 @@ def call(program: dict, folder: Path) -> list[Tensor]:
     return list(loaded(*program["inputs"]))
 
 
-def go_on(recorded: dict, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def resume_run(recorded: dict, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Resumes an interrupted run of the trainer; returns the model before and at the end."""
     directory = folder / "run"
     directory.mkdir()
     for name, content in recorded["files"].items():
         (directory / name).write_bytes(content.numpy().tobytes())
     before = checkpoint.load(directory)["model"]
-    train(config_of(recorded["options"], folder), dlrm_tiny.TinyData(), resume=directory, progress=False)
+    train(config_of(recorded["options"], folder), dlrm_tiny.TinyData(), resume_run=directory, progress=False)
     return before, checkpoint.load(directory)["model"]

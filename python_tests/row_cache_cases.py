@@ -208,7 +208,7 @@ class CacheCase:
 
     def differing(self, found: State, expected: State) -> list[str]:
         """Names of the tensors that differ; payloads of float NaN may."""
-        found, expected = settled(found), settled(expected)
+        found, expected = normalized(found), normalized(expected)
         names = [name for name in expected if name != "weights" and not same_bits(found[name], expected[name])]
         same = self.encoded.same_tables(found["weights"], expected["weights"])
         return names if same else ["weights", *names]
@@ -242,7 +242,7 @@ def layout_of_floats(case: Case, **changed: object) -> rk.TableLayout:
     return rk.table_layout(**(numbers | changed))
 
 
-def settled(state: State) -> State:
+def normalized(state: State) -> State:
     """Normalizes counts of empty slots, and row counts of cached rows, which are undefined."""
     state = dict(state)
     if "cache_counts" in state:
@@ -253,14 +253,14 @@ def settled(state: State) -> State:
     return state
 
 
-def taken(op: str) -> list[str]:
+def argument_names(op: str) -> list[str]:
     """Argument names of an op with a layout."""
     return list(signature_of(f"{op}.layout"))
 
 
 def call(op: str, given: dict[str, object], ops: object = torch.ops.rec_kernels) -> object:
     """Calls an op with the arguments in its schema."""
-    return getattr(ops, op)(**{name: given[name] for name in taken(op) if name in given})
+    return getattr(ops, op)(**{name: given[name] for name in argument_names(op) if name in given})
 
 
 @dataclass

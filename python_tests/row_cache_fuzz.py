@@ -8,8 +8,8 @@ import torch
 from backends import Backend
 from embedding_bag_cases import LR
 from embedding_bag_format_cases import STEP
-from embedding_bag_fuzz import BadCall, raised
-from row_cache_cases import State, call, layout_of, settled
+from embedding_bag_fuzz import BadCall, error_of
+from row_cache_cases import State, call, layout_of, normalized
 from torch import Tensor
 
 import rec_kernels as rk
@@ -102,21 +102,21 @@ def check(bad: BadCall, seed: int, backend: Backend) -> None:
     try:
         _check(cached, bad, backend)
     except Exception as error:
-        raise AssertionError(f"{backend.name}: {bad}, seed {seed}: {bad.complaint}: {error!r}") from error
+        raise AssertionError(f"{backend.name}: {bad}, seed {seed}: {bad.expected_error}: {error!r}") from error
 
 
 def _check(cached: CachedCall, bad: BadCall, backend: Backend) -> None:
-    if bad.complaint is None:
+    if bad.expected_error is None:
         (found, state), (expected, wanted) = cached.everything(backend.ops), cached.everything(CPU)
         assert all(map(same_bits, found, expected)), "other results than the CPU's"
-        different = _differing(settled(state), settled(wanted))
+        different = _differing(normalized(state), normalized(wanted))
         assert not different, different
-    elif bad.complaint.noted is None or backend.kind == "cpu":
+    elif bad.expected_error.status_code is None or backend.kind == "cpu":
         for op in ("row_cache_insert_", "row_cache_lookup"):
             state = _copied(cached.state)
-            error = raised(lambda op=op, state=state: cached.run(backend.ops, op, state, bad.encoded.case.jagged))
-            assert type(error) is bad.complaint.error, (op, error)
-            assert str(error).startswith(bad.complaint.message), (op, error)
+            error = error_of(lambda op=op, state=state: cached.run(backend.ops, op, state, bad.encoded.case.jagged))
+            assert type(error) is bad.expected_error.error, (op, error)
+            assert str(error).startswith(bad.expected_error.message), (op, error)
             assert not _differing(state, cached.state), op
     else:
         (slots, _, output, gradient), state = cached.everything(backend.ops)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from row_cache_cases import Action, Batch, CacheCase, CacheSample, Update, call, expected_of, taken
+from row_cache_cases import Action, Batch, CacheCase, CacheSample, Update, argument_names, call, expected_of
 from torch import Tensor
 
 from rec_kernels.ops.table_layout import Size
@@ -67,7 +67,7 @@ def _without_tags(given: dict[str, object]) -> dict[str, object]:
 
 def _call(op: str, given: dict[str, object]) -> Call:
     """Builds a call by name with cloned tensors, because ops change them."""
-    return (), {name: _own(given[name]) for name in taken(op) if name in given}
+    return (), {name: _own(given[name]) for name in argument_names(op) if name in given}
 
 
 def _own(argument: object) -> object:

@@ -35,7 +35,7 @@ from embedding_bag_format_cases import EncodedCase, every_format_once
 from embedding_bag_moment_cases import ELEMENTWISE, MomentCase
 from jagged_cases import make_batch
 from layout_calls import OPS, InLists
-from row_cache_cases import Batch, CacheCase, CacheSample, call, layout_of, layout_of_floats, settled
+from row_cache_cases import Batch, CacheCase, CacheSample, call, layout_of, layout_of_floats, normalized
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from triton_calls import triton_calls
@@ -195,7 +195,7 @@ def _row_cache(ops, policy: str) -> Iterator[object]:
         yield call("row_cache_lookup", given, ops)
     yield call("row_cache_stats", given, ops)
     call("row_cache_flush_", given, ops)
-    yield settled(state)
+    yield normalized(state)
 
 
 def _jagged(ops) -> Iterator[object]:
@@ -257,16 +257,16 @@ class Recorder:
 
         class Recorded:
             def __call__(self, *args, **kwargs) -> object:
-                recorder.note(name)
+                recorder.record_call(name)
                 return op(*args, **kwargs)
 
             def __getattr__(self, overload: str) -> Callable:
-                recorder.note(f"{name}.{overload}")
+                recorder.record_call(f"{name}.{overload}")
                 return getattr(op, overload)
 
         return Recorded()
 
-    def note(self, name: str) -> None:
+    def record_call(self, name: str) -> None:
         self.last = name
         self.called.add(name)
 
@@ -275,7 +275,7 @@ def _tensors(found: object) -> list[Tensor]:
     return tree_flatten(list(found) if isinstance(found, Iterator) else found)[0]
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """An error's type and text; for an assertion, whose text only pytest fills in, also file and line."""
     text = f"{type(error).__name__}: {error}"
     if not isinstance(error, AssertionError):
@@ -285,7 +285,7 @@ def _said(error: Exception) -> str:
 
 
 def check(
-    ops, wanted: set[str], say: Callable[[str], None] = lambda line: None, some: dict[str, Callable] | None = None
+    ops, required: set[str], report: Callable[[str], None] = lambda line: None, some: dict[str, Callable] | None = None
 ) -> int:
     """Makes every call on ``ops`` and on the CPU; an error in one call does not end the others.
 
@@ -306,17 +306,17 @@ def check(
         try:
             found = _tensors(call_some(InLists(recorder)))
         except Exception as error:
-            faults.append(f"{name}: {recorder.last} raises {_said(error)}"[:1000])
-            say(faults[-1])
+            faults.append(f"{name}: {recorder.last} raises {_error_text(error)}"[:1000])
+            report(faults[-1])
             continue
         different = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not same_bits(a, b)]
         compared += len(found)
         if different:
             faults.append(f"{name}: tensors {different} of {len(found)} differ from the CPU's")
-        say(faults[-1] if different else f"{name}: {len(found)} tensors")
-    if wanted - recorder.called:
+        report(faults[-1] if different else f"{name}: {len(found)} tensors")
+    if required - recorder.called:
         where = "calls()" if some is None else "triton_calls.py"
-        faults.append(f"no call of {sorted(wanted - recorder.called)}: add it to {where}")
+        faults.append(f"no call of {sorted(required - recorder.called)}: add it to {where}")
     assert not faults, "\n".join(faults)
     return compared
 
@@ -366,18 +366,18 @@ def fuzz(count: int, first: int) -> int:
         embedding_bag_fuzz.check(each, backend)
         row_cache_fuzz.check(each, seed, backend)
         layout_fuzz.check(seed, backend)
-    wrong = sum(each.complaint is not None for each in calls.values())
+    wrong = sum(each.expected_error is not None for each in calls.values())
     wrong += sum(jagged_fuzz.check(seed, backend) for seed in calls)
     print(f"{2 * count} calls, {wrong} of them wrong: every result is right, every fault is noted")
     return 0
 
 
-def compare(ways: dict[str, object], wanted: set[str], some: dict[str, Callable] | None = None) -> int:
+def compare(ways: dict[str, object], required: set[str], some: dict[str, Callable] | None = None) -> int:
     """Checks the ops of each of ``ways``, prints the outcomes, and returns the exit status."""
     status = 0
     for name, ops in ways.items():
         try:
-            compared = check(ops, wanted, lambda line: print(f"  {line}", flush=True), some)
+            compared = check(ops, required, lambda line: print(f"  {line}", flush=True), some)
             print(f"{name}: {compared} tensors have the CPU's bits", flush=True)
         except AssertionError as error:
             print(f"{name}:\n{error}", flush=True)

@@ -14,32 +14,32 @@ import backends
 import conftest
 import pytest
 import torch
-from asks import asks
-from backends import CHOSEN, Backend, choose, every_backend, left_out
+from backend_use import uses_backend
+from backends import SELECTED, Backend, every_backend, is_deselected, select
 
 HERE = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
-    before = set(CHOSEN)
+    before = set(SELECTED)
     yield
-    choose(",".join(before))
+    select(",".join(before))
 
 
 def test_a_wrong_choice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """An unknown kind is refused, as is CUDA alone without a GPU, where every test would be skipped."""
     with pytest.raises(ValueError, match=r"--backends is 'cpu,gpu': cpu, cuda_emulated, cuda are allowed"):
-        choose("cpu,gpu")
+        select("cpu,gpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="--backends is 'cuda', but "):
-        choose("cuda")
-    assert CHOSEN
+        select("cuda")
+    assert SELECTED
 
 
 def test_what_is_left_out_is_skipped() -> None:
     """Loops over backends run the selected ones; a test without a selected backend is skipped."""
-    choose("cpu")
+    select("cpu")
     assert {backend.kind for backend in every_backend()} == {"cpu"}
     for ask in (backends.device_backends, backends.emulated, lambda: backends.build("rec_kernels_emulated_asan")):
         with pytest.raises(pytest.skip.Exception, match="--backends leaves out cuda_emulated"):
@@ -52,7 +52,7 @@ def test_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends.rk, "build_info", lambda: {"cuda_unavailable": None})
     monkeypatch.setattr(torch.Tensor, "cuda", torch.Tensor.clone)
     monkeypatch.setattr(backends, "PASSED", Counter())
-    choose("cuda")
+    select("cuda")
     found: list[Backend] = list(every_backend())
     assert [backend.name for backend in found] == ["cuda", "cuda, unaligned"]
     x = torch.randn(3, 5)
@@ -76,15 +76,15 @@ def test_strides_stay_on_another_device() -> None:
 def test_the_trainer_needs_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one of the trainer's packages exactly its files are skipped, and the report header names the package."""
     monkeypatch.setattr(conftest, "_missing", lambda: ["pandas"])
-    assert conftest.pytest_report_header().endswith("left out: no pandas")
+    assert conftest.pytest_report_header().endswith("skipped: pandas not installed")
     names = ("test_dlrm_data.py", "test_studies_compare.py", "test_scale_rows.py")
     assert [conftest.pytest_ignore_collect(HERE / name) for name in names] == [True, True, None]
 
 
 def test_tests_that_ask_for_no_backend_are_left_out() -> None:
     """Imported names, nested helpers, fixtures and arguments select a test; without any it is deselected."""
-    CHOSEN.clear()
-    CHOSEN.add("cuda")
+    SELECTED.clear()
+    SELECTED.add("cuda")
     asking = {
         "learning_rates": "test_wrong_rates",
         "every_id": "test_row_is_the_remainder",
@@ -92,9 +92,9 @@ def test_tests_that_ask_for_no_backend_are_left_out() -> None:
         "cuda_graph": "test_torch_sees_no_wait",
     }
     for name, test in asking.items():
-        assert not left_out(HERE / f"test_{name}.py", test), test
+        assert not is_deselected(HERE / f"test_{name}.py", test), test
     for name, test in {"row_cache_disk_state": "test_killed", "grad_scaler_state": "test_compiled"}.items():
-        assert left_out(HERE / f"test_{name}.py", test), test
+        assert is_deselected(HERE / f"test_{name}.py", test), test
 
     def item(name: str) -> SimpleNamespace:
         return SimpleNamespace(path=HERE / "test_learning_rates.py", cls=None, originalname=name, name=f"{name}[0]")
@@ -125,25 +125,25 @@ def test_what_asks_is_found_in_its_source(tmp_path: Path) -> None:
     for name, text in tests.items():
         file = tmp_path / f"{name}.py"
         file.write_text(text)
-        assert asks(file, name, frozenset({"cuda"})) == (name != "test_plain"), name
+        assert uses_backend(file, name, frozenset({"cuda"})) == (name != "test_plain"), name
     everywhere = tmp_path / "test_all.py"
     everywhere.write_text("pytestmark = skip(not is_available())\ndef test_one(): pass\n")
-    assert asks(everywhere, "test_one", frozenset({"cuda"}))
-    assert not asks(everywhere, "test_one", frozenset({"cuda_emulated"}))
+    assert uses_backend(everywhere, "test_one", frozenset({"cuda"}))
+    assert not uses_backend(everywhere, "test_one", frozenset({"cuda_emulated"}))
 
 
 def test_files_that_ask_for_no_backend_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU-only files are deselected; a file stays if its imported cases use a selected backend."""
     names = [f"test_{name}.py" for name in ("house", "dlrm_train", "expand", "row_formats", "cuda_graph", "emulator")]
     names += ["test_row_formats_compile.py", "test_fake_quantize.py"]
-    choose("cpu,cuda_emulated")
-    assert not any(left_out(HERE / name) for name in names)
-    CHOSEN.clear()
-    CHOSEN.add("cuda")
-    assert [left_out(HERE / name) for name in names] == [True, True, False, False, False, True, True, False]
+    select("cpu,cuda_emulated")
+    assert not any(is_deselected(HERE / name) for name in names)
+    SELECTED.clear()
+    SELECTED.add("cuda")
+    assert [is_deselected(HERE / name) for name in names] == [True, True, False, False, False, True, True, False]
     # Within a file, only the tests that use the backend stay.
-    assert not left_out(HERE / names[-1], "test_traced_ops_compile_for_a_gpu")
-    assert left_out(HERE / names[-1], "test_traced_ops_compile")
+    assert not is_deselected(HERE / names[-1], "test_traced_ops_compile_for_a_gpu")
+    assert is_deselected(HERE / names[-1], "test_traced_ops_compile")
 
 
 @pytest.mark.full

@@ -45,23 +45,23 @@ class FakeCuda:
     def CUDAGraph(self) -> SimpleNamespace:  # noqa: N802
         return SimpleNamespace(replay=lambda: self.log.append("replay"))
 
-    def _noted(self, name: str):
+    def _recorded(self, name: str):
         log = self.log
 
-        class Noted:
+        class Recorded:
             def __enter__(self) -> None:
                 log.append(f"{name} {{")
 
             def __exit__(self, *error) -> None:
                 log.append("}")
 
-        return Noted()
+        return Recorded()
 
     def stream(self, stream: object):
-        return self._noted("stream")
+        return self._recorded("stream")
 
     def graph(self, graph: object):
-        return self._noted("graph")
+        return self._recorded("graph")
 
 
 def test_cuda_timer() -> None:

@@ -30,11 +30,11 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return ids, torch.arange(len(FEATURES) * BATCH + 1) * 4
 
 
-def of_theirs(module: Any) -> Callable[[int], Tensor]:
+def fbgemm_lookup(module: Any) -> Callable[[int], Tensor]:
     return lambda step: module(*batch(step))
 
 
-def of_ours(collection: Any) -> Callable[[int], Tensor]:
+def our_lookup(collection: Any) -> Callable[[int], Tensor]:
     """Lookups of ours in FBGEMM's output layout."""
 
     def look_up(step: int) -> Tensor:
@@ -55,24 +55,24 @@ def test_there_and_back(name: str, pooling: str) -> None:
     changes them by more than 1e-3.
     """
     theirs = fbgemm(name, pooling=pooling)
-    train(of_theirs(theirs), range(4))
+    train(fbgemm_lookup(theirs), range(4))
     ours: Any = rk.convert_embeddings(theirs)
     assert ours.optimizer == OPTIMIZERS[name]
     assert isinstance(ours, rk.EmbeddingCollection if pooling == "NONE" else rk.EmbeddingBagCollection)
     assert [t.feature_names for t in ours.tables] == [["f0", "f1"], ["f2"], ["f3"]]
     again = fbgemm(name, pooling=pooling)
     rk.export_tables(ours, again)
-    losses = train(of_theirs(theirs), range(4, 9))
-    assert train(of_theirs(again), range(4, 9)) == losses
+    losses = train(fbgemm_lookup(theirs), range(4, 9))
+    assert train(fbgemm_lookup(again), range(4, 9)) == losses
     assert all(map(torch.equal, again.split_embedding_weights(), theirs.split_embedding_weights()))
-    torch.testing.assert_close(train(of_ours(ours), range(4, 9)), losses, rtol=5e-6, atol=0)
+    torch.testing.assert_close(train(our_lookup(ours), range(4, 9)), losses, rtol=5e-6, atol=0)
     if name != "EXACT_SGD":
         fresh = fbgemm(name, pooling=pooling)
         rk.export_tables(ours, fresh)
         for state in fresh.split_optimizer_states():
             state[0].zero_()
-        lost = train(of_theirs(fresh), range(9, 12))
-        assert abs(lost[-1] - train(of_ours(ours), range(9, 12))[-1]) > 1e-3 * lost[-1]
+        lost = train(fbgemm_lookup(fresh), range(9, 12))
+        assert abs(lost[-1] - train(our_lookup(ours), range(9, 12))[-1]) > 1e-3 * lost[-1]
 
 
 def test_features_that_are_not_in_the_order_of_tables(monkeypatch) -> None:
@@ -99,7 +99,7 @@ def test_ours_there_and_back(name: str) -> None:
     ours = rk.EmbeddingBagCollection(
         [rk.EmbeddingBagConfig(*size, name=n, feature_names=f) for (n, size), f in sizes], optimizer=optimizer
     )
-    train(of_ours(ours), range(5))
+    train(our_lookup(ours), range(5))
     rk.export_tables(ours, theirs)
     assert int(theirs.iter) == int(theirs.iter_cpu) == 5
     back = trained_copy(ours)
@@ -133,13 +133,13 @@ def test_clipping_is_a_hook(name: str) -> None:
     plain = rk.convert_embeddings(fbgemm(name, pooling="SUM"))
 
     def clipped(step: int) -> Tensor:
-        pooled = of_ours(ours)(step)
+        pooled = our_lookup(ours)(step)
         pooled.register_hook(lambda grad: grad.clamp(-(2**-8), 2**-8))
         return pooled
 
-    losses = train(of_theirs(theirs), range(5))
+    losses = train(fbgemm_lookup(theirs), range(5))
     torch.testing.assert_close(train(clipped, range(5)), losses, rtol=5e-6, atol=0)
-    assert abs(train(of_ours(plain), range(5))[-1] - losses[-1]) > 1e-3 * losses[-1]
+    assert abs(train(our_lookup(plain), range(5))[-1] - losses[-1]) > 1e-3 * losses[-1]
 
 
 def inference(kind: str, *, pooling: str = "SUM", names: tuple[str, str] = ("a", "b"), **options: Any) -> Any:
@@ -240,7 +240,7 @@ def test_weight_decay(mode: str) -> None:
     options = {"weight_decay": 0.5, **decay} if decay else {}
     ours: Any = rk.convert_embeddings(theirs, optimizer=rk.RowwiseAdagrad(lr=0.25, eps=2**-10, **options))
     plain = fbgemm(name)
-    for look_up in (of_theirs(theirs), of_ours(ours), of_theirs(plain)):
+    for look_up in (fbgemm_lookup(theirs), our_lookup(ours), fbgemm_lookup(plain)):
         train(look_up, range(3))
     shared, *others = theirs.split_embedding_weights()
     torch.testing.assert_close(shared, ours.embedding_bags["t0"].weight.detach(), rtol=1e-5, atol=1e-5)
@@ -250,7 +250,7 @@ def test_weight_decay(mode: str) -> None:
 def test_rows_only() -> None:
     """trained_by=[] ignores FBGEMM's optimizer, so that another one may follow."""
     theirs = fbgemm("EXACT_ADAGRAD")
-    train(of_theirs(theirs), range(2))
+    train(fbgemm_lookup(theirs), range(2))
     ours: Any = rk.convert_embeddings(theirs, trained_by=[], optimizer=rk.RowwiseAdagrad())
     assert int(ours.step) == 0
     assert torch.equal(ours.embedding_bags["t1"].weight, theirs.split_embedding_weights()[1])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from convert_cases import SIZES, comes_back, ids_of, jagged, layer_lookup, same_bits, train
+from convert_cases import SIZES, ids_of, jagged, layer_lookup, round_trips, same_bits, train
 from torch import nn
 
 import rec_kernels as rk
@@ -78,7 +78,7 @@ def test_ours_there_and_back(name: str) -> None:
     ours = rk.EmbeddingBagCollection(configs, optimizer=optimizer)
     train(lambda step: ours(jagged(step)).values(), range(5))
     theirs = nn.ModuleDict({n: nn.EmbeddingBag(*SIZES[n], sparse=True) for n in reversed(SIZES)})
-    assert comes_back(ours, theirs, make(theirs.parameters()), counts_steps=name != "sgd")
+    assert round_trips(ours, theirs, make(theirs.parameters()), counts_steps=name != "sgd")
 
 
 def test_adam_of_dense_gradients() -> None:

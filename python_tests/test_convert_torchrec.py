@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from convert_cases import BATCH, SIZES, comes_back, jagged, same_bits, train
+from convert_cases import BATCH, SIZES, jagged, round_trips, same_bits, train
 from torch import Tensor
 
 import rec_kernels as rk
@@ -92,7 +92,7 @@ def test_ours_there_and_back(name: str) -> None:
     ours: Any = rk.convert_embeddings(collection_of(), optimizer=optimizer)
     train(lookup(ours), range(5))
     theirs = collection_of(seed=1)
-    assert comes_back(ours, theirs, make(list(theirs.parameters())), counts_steps=name != "sgd")
+    assert round_trips(ours, theirs, make(list(theirs.parameters())), counts_steps=name != "sgd")
 
 
 def test_in_the_backward() -> None:

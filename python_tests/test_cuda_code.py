@@ -94,7 +94,7 @@ def test_rows_move_sixteen_bytes_at_a_time(functions) -> None:
     assert checked >= 35
 
 
-def most_loads_on_their_way(code: str) -> int:
+def max_loads_in_flight(code: str) -> int:
     """The maximum number of consecutive loads before an instruction reads a loaded register."""
     most = count = 0
     coming: set[int] = set()
@@ -127,7 +127,7 @@ def test_several_encoded_rows_are_on_their_way(functions) -> None:
         if match[2].startswith("Shared") and match[4] == "2":
             loads = 4  # of eight neighbouring columns
         rows = 2 if match[1] == "pool_cached" or match[4] == "4" else 4
-        assert most_loads_on_their_way(code) >= max((rows - 1) * loads, loads + 1), function
+        assert max_loads_in_flight(code) >= max((rows - 1) * loads, loads + 1), function
         assert not re.search(r"\bLD\.E", code), function  # generic addresses
     assert checked >= 4 * 11 + 3 * 7 + 7 * (3 + 2)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import row_cache_cases
 import torch
-from backends import CHOSEN, PASSED, ROOT, SOURCES, device_backends, emulated
+from backends import PASSED, ROOT, SELECTED, SOURCES, device_backends, emulated
 from embedding_bag_cases import EPS, LR, OPTIMIZERS, Case, make_case
 from layout_calls import make_layout
 from torch import Tensor
@@ -314,7 +314,7 @@ def test_errors_are_taken_back() -> None:
 
 def test_small_calls_have_few_nodes() -> None:
     """Calls with few ids have few graph nodes, which determine their time: kernels, a sum (2 nodes) and a sort."""
-    if "cuda_emulated" not in CHOSEN or not SOURCES.exists():
+    if "cuda_emulated" not in SELECTED or not SOURCES.exists():
         pytest.skip("there are no emulated kernels to count")
     ops, ids, offsets = emulated(), torch.tensor([3, 1, 2, 3]), torch.arange(5)
     sample = row_cache_cases.CacheSample([(40, 16, "fp32")], [(0, "sum")], {16: 1}, 2, (4,), "lru", "nearest", 0)

@@ -62,7 +62,7 @@ def test_arguments_of_norms() -> None:
 
 def test_what_ranks_do_apart() -> None:
     """Different steps in a state, and a feature frozen on one rank, raise on all ranks; nothing changes."""
-    first, second = pool(2).run(HERE, "apart", Case("mixed"))
+    first, second = pool(2).run(HERE, "different_states_and_freezing", Case("mixed"))
     assert first == second
     loaded, frozen = first
     assert loaded.startswith("step in the state of rank 1 differs from that of rank 0")
@@ -72,7 +72,9 @@ def test_what_ranks_do_apart() -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", *full("adam")])
 def test_replicas_that_ranks_treat_apart(optimizer: str) -> None:
     """Freezing a replica, or leaving a block by an exception, on one rank raises on all: replicas would differ."""
-    (first, kept), (second, others) = pool(2).run(HERE, "replicas_apart", Case("data_parallel", optimizer=optimizer))
+    (first, kept), (second, others) = pool(2).run(
+        HERE, "different_replicas", Case("data_parallel", optimizer=optimizer)
+    )
     assert kept
     assert others
     assert (first[1], second[1]) == ("none", "KeyError: 'mine'")
@@ -111,7 +113,7 @@ def test_replicas_that_a_loss_uses(case: Case) -> None:
 
 def test_data_that_one_rank_cannot_begin_to_read() -> None:
     """No rank waits for another one whose batches have no iterator."""
-    assert pool(2).run(HERE, "unreadable", Case()) == [
+    assert pool(2).run(HERE, "unreadable_data", Case()) == [
         "OSError: no such file",
         "OtherRankError: another rank could not read its batches: rank 0: OSError: no such file",
     ]
@@ -149,7 +151,7 @@ def test_weights_that_other_layers_share(optimizer: str) -> None:
 @pytest.mark.parametrize("plan", ["row_wise", *full("data_parallel")])
 def test_states_of_some_tables(plan: str) -> None:
     """With strict=False, a state may have only some of the tables."""
-    for (strict, *others), good in pool(2).run(HERE, "loaded_in_part", Case(plan)):
+    for (strict, *others), good in pool(2).run(HERE, "partial_state", Case(plan)):
         assert strict.startswith("RuntimeError: Missing key(s) in state_dict: embedding_bags.t1.weight")
         assert others == ["none", "none"]
         assert good
@@ -169,7 +171,7 @@ def test_norms_beside_fsdp() -> None:
     model(batch(case, 0, [0, 1])).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01).item()
     left = nn.utils.get_total_norm([p.grad for p in model.dense.parameters()]).item()
-    for found, layers in pool(2).run(HERE, "clipped_beside_fsdp", case):
+    for found, layers in pool(2).run(HERE, "clipped_with_fsdp", case):
         assert found == pytest.approx(norm, rel=1e-5)
         assert layers == pytest.approx(left, rel=1e-4)
 
@@ -178,7 +180,7 @@ def test_norms_beside_fsdp() -> None:
 def test_evaluations_of_one_rank_leave_replicas_alike(format: str) -> None:
     """Replicas stay equal if only one rank evaluates: a lookup inserts rows on all ranks if any rank trains."""
     case = Case("data_parallel", format, "rowwise_adagrad", cache=rk.RowCache(0.1), steps=4)
-    first, second = pool(2).run(HERE, "evaluating", case)
+    first, second = pool(2).run(HERE, "evaluating_rank", case)
     assert differences({n: t for n, ((_, t),) in first.items()}, [second]) == []
 
 
@@ -192,7 +194,7 @@ def test_messages_of_other_collectives() -> None:
 
 def test_refusals_of_all_ranks() -> None:
     """A rank without a plan stops all ranks; a wrong row format is reported for the whole table."""
-    (no_plan, loaded), (told, others) = pool(2).run(HERE, "refusals", Case("row_wise", "int8", "sgd"))
+    (no_plan, loaded), (told, others) = pool(2).run(HERE, "planner_and_format_errors", Case("row_wise", "int8", "sgd"))
     assert no_plan.startswith("PlannerError")
     assert told.startswith(f"OtherRankError: another rank has found no plan: rank 0: {no_plan[:40]}")
     for error in (loaded, others):
@@ -201,6 +203,6 @@ def test_refusals_of_all_ranks() -> None:
 
 def test_one_checkpoint_of_model_and_optimizers(tmp_path: Path) -> None:
     """Model and optimizers load from one checkpoint in two calls, also on ranks without blocks of a table."""
-    for same, others in pool(2).run(HERE, "saved_together", Case("table_wise", optimizer="adam"), str(tmp_path)):
+    for same, others in pool(2).run(HERE, "one_checkpoint", Case("table_wise", optimizer="adam"), str(tmp_path)):
         assert same
         assert all(others)

@@ -60,8 +60,8 @@ def test_outputs_that_one_rank_reads_first(case: Case | Sequences) -> None:
 def test_layers_beside_outputs_that_one_rank_reads_first(way: str) -> None:
     """Collectives of DDP stay in order if one rank reads the output before it calls the layers."""
     case = Case(optimizer="sgd")
-    found = pool(2).run(HERE, "beside_layers", case, (way, ""))
-    for got, wanted in zip(found, pool(2).run(HERE, "beside_layers", case, ("", "")), strict=True):
+    found = pool(2).run(HERE, "with_dense_layers", case, (way, ""))
+    for got, wanted in zip(found, pool(2).run(HERE, "with_dense_layers", case, ("", "")), strict=True):
         assert _same_blocks(got, wanted)
 
 
@@ -103,7 +103,7 @@ def check_scaled(case: Case, *, by_all: bool = False) -> dict[str, torch.Tensor]
 
 def test_unlike_backwards() -> None:
     """Different backward passes or scalers on ranks raise on all ranks; nothing changes."""
-    (errors, same), (others, same_there) = pool(2).run(HERE, "unlike", Case("mixed", optimizer="sgd"))
+    (errors, same), (others, same_there) = pool(2).run(HERE, "different_backwards", Case("mixed", optimizer="sgd"))
     assert errors == others
     assert same
     assert same_there
@@ -142,7 +142,7 @@ def test_gradients_of_weights(plan: str, pooling: str, row_wise: str) -> None:
 
 def test_weights_whose_rows_have_changed() -> None:
     """The second of two backward passes, after an update of the rows, raises on all ranks."""
-    errors = pool(2).run(HERE, "late", Case("mixed", optimizer="sgd"))
+    errors = pool(2).run(HERE, "late_backward", Case("mixed", optimizer="sgd"))
     assert errors[0] == errors[1]
     assert errors[0][0].startswith("the tables of rank 0 have changed since this lookup, and gradients of per_sample")
 

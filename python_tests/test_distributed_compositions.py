@@ -70,10 +70,10 @@ def test_global_mean(plan: str) -> None:
 def test_first_numbers() -> None:
     """Projections of a collection on the meta device have the same initial values on every rank and in every plan."""
     case = Case("data_parallel", compression=COMPRESSIONS["narrow"])
-    both = pool(2).run("distributed_torchrec_cases", "begin", case)
+    both = pool(2).run("distributed_torchrec_cases", "from_meta", case)
     ((_, whole),) = both[0]["embedding_bags.t2.projection"]
     assert float(whole.std()) > 0.1
-    others = pool(2).run("distributed_torchrec_cases", "begin", replace(case, plan="table_wise"))
+    others = pool(2).run("distributed_torchrec_cases", "from_meta", replace(case, plan="table_wise"))
     for blocks in (both[1], others[1]):
         ((_, own),) = blocks["embedding_bags.t2.projection"]
         assert same_bits(own, whole)

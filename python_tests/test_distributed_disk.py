@@ -76,19 +76,21 @@ def test_reports(tmp_path: Path) -> None:
 
 def test_no_space(tmp_path: Path) -> None:
     """An error of one rank's file raises on all ranks in every use; files that other ranks created are deleted."""
-    (other, left, kept), (own, _, kept_too) = pool(2).run(HERE, "fail", Case("row_wise", sizes=(8, 5)), str(tmp_path))
+    (other, left, kept), (own, _, kept_too) = pool(2).run(
+        HERE, "disk_errors", Case("row_wise", sizes=(8, 5)), str(tmp_path)
+    )
     assert left == ["rows.1-of-2", "rows.1-of-2.log"]  # without rows: opened as a new file next time
     assert kept == kept_too == [True, False]
     assert len(own) == len(other) == 5
-    for told, told_other in zip(own, other, strict=True):
-        assert told == "OSError: [Errno 28] No space left on device"
+    for error_of, told_other in zip(own, other, strict=True):
+        assert error_of == "OSError: [Errno 28] No space left on device"
         what = "could not (make its shards|use its file of tables)"
-        assert re.fullmatch(rf"OtherRankError: another rank {what}: rank 1: {re.escape(told)}", told_other)
+        assert re.fullmatch(rf"OtherRankError: another rank {what}: rank 1: {re.escape(error_of)}", told_other)
 
 
 def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
     """Missing files, files of another plan or generation, a missing folder and a small budget are rejected."""
-    own = pool(2).run(HERE, "refuse", Case("row_wise", sizes=(8, 5)), str(tmp_path))
+    own = pool(2).run(HERE, "file_errors", Case("row_wise", sizes=(8, 5)), str(tmp_path))
     for missing, plan, generation, nowhere, _, small in own:
         assert re.search("rows.0-of-2 has rows of generation 1 and .*rows.1-of-2 is new", missing)
         assert re.match(

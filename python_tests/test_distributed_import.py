@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from distributed_import_cases import Import, alone, by_their_names, train
+from distributed_import_cases import Import, alone, torchrec_named_state, train
 from distributed_pool import pool
 from tiers import full
 
@@ -38,7 +38,7 @@ def test_import(tmp_path: Path, case: Import) -> None:
         for got, want in zip(ours, theirs, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
     model = alone(case)
-    dcp.load(by_their_names(model), checkpoint_id=str(tmp_path), no_dist=True)
+    dcp.load(torchrec_named_state(model), checkpoint_id=str(tmp_path), no_dist=True)
     for step, got in enumerate(train(model, range(2, 5), [0, 1])):
         want = torch.cat([theirs[step] for theirs, _ in found])
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
@@ -86,14 +86,14 @@ def test_refused() -> None:
     config = {"name": "t", "feature_names": ["f"]}
     table = rk.EmbeddingBagConfig(100, 16, **config)
 
-    def told(table: rk.EmbeddingBagConfig, **options: object) -> None:
+    def error_of(table: rk.EmbeddingBagConfig, **options: object) -> None:
         rk.distributed.torchrec_state(rk.EmbeddingBagCollection([table], **options))
 
     with pytest.raises(ValueError, match="checkpoints have no state of Adam"):
-        told(table, optimizer=rk.Adam())
+        error_of(table, optimizer=rk.Adam())
     with pytest.raises(ValueError, match=r"state_dtype=torch\.bfloat16"):
-        told(table, optimizer=rk.Adagrad(state_dtype=torch.bfloat16))
+        error_of(table, optimizer=rk.Adagrad(state_dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="has a row cache"):
-        told(table, optimizer=rk.SGD(), cache=rk.RowCache(0.5))
+        error_of(table, optimizer=rk.SGD(), cache=rk.RowCache(0.5))
     with pytest.raises(ValueError, match=r"table 't' .* got format 'int8'"):
-        told(rk.EmbeddingBagConfig(100, 16, format="int8", **config), optimizer=rk.SGD())
+        error_of(rk.EmbeddingBagConfig(100, 16, format="int8", **config), optimizer=rk.SGD())

@@ -125,7 +125,7 @@ def test_what_travels(row_wise: str) -> None:
     """Rows of multiplied parts and their gradients are sent once per rank, or per id with row_wise="exact"."""
     given = Distinct(case_of("mult", row_wise=row_wise, sizes=(40, 40)), ("plain", "plain"))
     asked = [asked_for(given, rank, distinct=row_wise == "ordered") for rank in range(2)]
-    assert pool(2).run("distributed_distinct_cases", "numbers_sent", given) == [
+    assert pool(2).run("distributed_distinct_cases", "values_sent", given) == [
         [asked[1] * DIM, asked[0] * DIM + 7],
         [asked[0] * DIM, asked[1] * DIM + 7],
     ]
@@ -234,10 +234,10 @@ def test_caches(kind: str) -> None:
 def test_first_numbers(kind: str) -> None:
     """Rows of a collection on the meta device have the same initial values in every plan."""
     case = case_of(kind)
-    found = pool(2).run("distributed_torchrec_cases", "begin", replace(case, plan="table_wise"))
+    found = pool(2).run("distributed_torchrec_cases", "from_meta", replace(case, plan="table_wise"))
     whole = {name: numbers for own in found for name, pairs in own.items() for _, numbers in pairs}
     assert len({numbers.shape for numbers in whole.values()}) > 2
-    assert differences(whole, pool(2).run("distributed_torchrec_cases", "begin", case)) == []
+    assert differences(whole, pool(2).run("distributed_torchrec_cases", "from_meta", case)) == []
 
 
 def test_blocks_of_parts() -> None:
@@ -279,7 +279,7 @@ def test_other_groups() -> None:
 
 def test_what_it_says_of_itself() -> None:
     """A sharded collection reports its names, sizes and values, and this rank's share."""
-    found = pool(2).run("distributed_torchrec_cases", "shown", Case())
+    found = pool(2).run("distributed_torchrec_cases", "properties", Case())
     for rank, (text, step, device, is_weighted, tables) in enumerate(found):
         assert text.startswith("ShardedEmbeddingBagCollection(\n  t0: ")
         assert text.endswith(f"shards on rank {rank} of 2\n)")

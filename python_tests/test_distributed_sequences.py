@@ -144,7 +144,7 @@ def test_overflow_on_one_rank() -> None:
 
 def test_unlike_backwards() -> None:
     """Backward passes of different lookups on ranks raise on all ranks, and nothing changes."""
-    (first, same0), (second, same1) = pool(2).run(HERE, "unlike", Sequences("row_wise"))
+    (first, same0), (second, same1) = pool(2).run(HERE, "different_backwards", Sequences("row_wise"))
     assert first == second
     assert "rank 0 updates with lookup 0 at once, scale 0, and rank 1 updates with lookup 1" in first
     assert same0
@@ -179,7 +179,7 @@ def test_states_of_bags() -> None:
 def test_bad_batches() -> None:
     """The rank of a bad batch names feature and bag; the others raise its message; nothing changes, and all go on."""
     case = Sequences("mixed", optimizer="sgd", own_sizes=True)
-    (others, same0, after0), (own, same1, after1) = pool(2).run(HERE, "refused", case)
+    (others, same0, after0), (own, same1, after1) = pool(2).run(HERE, "bad_batches", case)
     assert same0
     assert same1
     assert [text.partition(":")[0] for text in own] == ["IndexError", "KeyError"]
@@ -227,7 +227,7 @@ def test_what_travels(plan: str) -> None:
         return int((owner != rank).sum()) * FEATURE_DIMS[f]
 
     wanted = [sum(away(rank, f, ids) for f, ids in rows[rank]) for rank in range(2)]
-    assert pool(2).run(HERE, "numbers_sent", case) == [[wanted[1], wanted[0] + 7], [wanted[0], wanted[1] + 7]]
+    assert pool(2).run(HERE, "values_sent", case) == [[wanted[1], wanted[0] + 7], [wanted[0], wanted[1] + 7]]
 
 
 def _features(case: Sequences, rank: int) -> list[torch.Tensor]:

@@ -46,7 +46,7 @@ def test_checkpoints(tmp_path: Path, plan: str, other: str, format: str) -> None
 def test_groups_that_lack_the_first_rank() -> None:
     """Plans count a group's ranks, and states all ranks: a process in its own group behaves as one process."""
     case = Case(sizes=(8,))
-    for found in pool(2).run(HERE, "in_a_group", case):
+    for found in pool(2).run(HERE, "own_group", case):
         assert differences(one_process(case)[1], [found]) == []
 
 
@@ -93,7 +93,7 @@ def test_first_rows(format: str) -> None:
     """Initial rows of a collection on the meta device are equal in every plan, with the whole table's spread."""
     case = Case(format=format, optimizer="sgd")
     plans = ["table_wise", "row_wise"]
-    found = [pool(2).run(HERE, "begin", dataclasses.replace(case, plan=plan)) for plan in plans]
+    found = [pool(2).run(HERE, "from_meta", dataclasses.replace(case, plan=plan)) for plan in plans]
     name = "embedding_bags.t2.weight"
     whole = next(rank[name][0][1] for rank in found[0] if rank[name])
     halves = torch.cat([rank[name][0][1] for rank in found[1]])
@@ -106,7 +106,7 @@ def test_first_rows(format: str) -> None:
 def test_bad_batches() -> None:
     """The rank of a bad batch names feature and bag; the others raise its message; nothing changes, and all go on."""
     case = Case("mixed", optimizer="sgd")
-    (others, same0, after0), (own, same1, after1) = pool(2).run(HERE, "refused", case)
+    (others, same0, after0), (own, same1, after1) = pool(2).run(HERE, "bad_batches", case)
     assert same0
     assert same1
     assert " ".join(t.partition(":")[0] for t in own) == "IndexError KeyError TypeError ValueError ValueError TypeError"
@@ -126,7 +126,7 @@ def test_carried_over(plan: str, format: str) -> None:
     case = Case(plan, format, "rowwise_adagrad")
     model = Model(prepared(case))
     train(case, model, [0, 1])
-    assert differences(dict(model.ebc.state_dict()), pool(2).run(HERE, "carried", case)) == []
+    assert differences(dict(model.ebc.state_dict()), pool(2).run(HERE, "run_prepared", case)) == []
 
 
 @pytest.mark.parametrize("plan", ["mixed", *full("table_wise")])
@@ -146,14 +146,14 @@ def test_uneven_data(plan: str) -> None:
 @pytest.mark.parametrize(("what", "text"), [("plan", "the plan"), ("optimizer", "the optimizer")])
 def test_unlike_ranks(what: str, text: str) -> None:
     """Different settings of ranks raise on all ranks."""
-    errors = pool(2).run(HERE, "unlike", Case(optimizer="sgd"), what)
+    errors = pool(2).run(HERE, "different_ranks", Case(optimizer="sgd"), what)
     assert errors[0] == errors[1]
     assert errors[0].startswith(f"{text} must be the same on all ranks: rank 0 has")
 
 
 def test_shards_of_one_rank_fail() -> None:
     """A failing shard on one rank raises on all ranks, which can go on."""
-    (other, first), (own, second) = pool(2).run(HERE, "without_rows", Case("row_wise", steps=1))
+    (other, first), (own, second) = pool(2).run(HERE, "failing_init", Case("row_wise", steps=1))
     assert own == "OSError: no rows here"
     assert other == "OtherRankError: another rank could not make its shards: rank 1: OSError: no rows here"
     assert first
@@ -162,7 +162,7 @@ def test_shards_of_one_rank_fail() -> None:
 
 def test_plan_of_one_rank_is_refused() -> None:
     """An invalid plan on one rank raises on all ranks before they wait for each other."""
-    other, own = pool(2).run(HERE, "refused_plan", Case())
+    other, own = pool(2).run(HERE, "bad_plan", Case())
     assert own.startswith("ValueError: the plan must have each of the tables")
     assert other == f"OtherRankError: another rank cannot shard by its plan, and no rank has: rank 1: {own}"
 
@@ -236,7 +236,7 @@ def check_rates(case: Case, other: str, tmp_path: Path) -> dict:
 def test_beside_fsdp(plan: str) -> None:
     """With layers under FSDP2, losses, layers and tables equal one process's."""
     case = Case(plan, optimizer="adagrad", gradient="global_mean", sizes=(8, 8))
-    found = pool(2).run(HERE, "beside_fsdp", case)
+    found = pool(2).run(HERE, "with_fsdp", case)
     model = WithLayers(collection(case))
     losses = train_layers(case, model, [0, 1])
     of_ranks = [sum(pair) / 2 for pair in zip(*(own for own, _, _, _ in found), strict=True)]

@@ -195,8 +195,8 @@ def test_infinite_rows() -> None:
 
 def test_when_it_is_waited_for() -> None:
     """Ranks wait for columns when read, and for gradients after the layers; no_grad() reads keep gradients."""
-    for noted, trained in pool(2).run(HERE, "order", Case()):
-        assert noted == ["sent", "looked up", "waited", "sent", "layer's backward", "waited"]
+    for events, trained in pool(2).run(HERE, "order", Case()):
+        assert events == ["sent", "looked up", "waited", "sent", "layer's backward", "waited"]
         assert trained
 
 
@@ -245,7 +245,7 @@ def test_refused() -> None:
     with pytest.raises(ValueError, match=r'wire.forward = "bf16" cannot be with row_wise="reduce_scatter"'):
         rk.distributed.EmbeddingBagCollectionSharder(row_wise="reduce_scatter", wire=Wire("bf16"))
     rk.distributed.EmbeddingBagCollectionSharder(row_wise="reduce_scatter", wire=Wire(None, "bf16"))
-    for text in pool(2).run(HERE, "unlike"):
+    for text in pool(2).run(HERE, "different_wires"):
         assert text.startswith("wire must be the same on all ranks: rank 0 has Wire(forward='int8'")
 
 

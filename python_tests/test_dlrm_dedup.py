@@ -49,7 +49,7 @@ def each_changed(data: Synthetic, change: Callable[[Batch], Batch]) -> Changed:
     return Changed(data, functools.partial(map, change))
 
 
-def knows(batch: Batch) -> Batch:
+def with_deduplicated_sessions(batch: Batch) -> Batch:
     """Batches of a data set that deduplicates its sessions."""
     return dedup_batch(batch)
 
@@ -92,7 +92,7 @@ def test_forward_bits_are_the_same(data: Synthetic) -> None:
 
 def test_expanded_is_what_it_was(data: Synthetic) -> None:
     batch = next(data.batches("train", SIZE))
-    again = knows(batch).expanded()
+    again = with_deduplicated_sessions(batch).expanded()
     assert torch.equal(again.shared.values(), batch.shared.values())
     assert torch.equal(again.shared.offsets(), batch.shared.offsets())
     assert batch.expanded().shared is batch.shared
@@ -140,13 +140,13 @@ def test_other_tables(options: dict, tmp_path: Path) -> None:
 
 def test_a_data_set_that_knows_its_sessions(data: Synthetic, tmp_path: Path, runs: dict[str, Path]) -> None:
     """Bags that a data set deduplicates stay as they are with "on", and are repeated with "off"."""
-    given = each_changed(data, knows)
+    given = each_changed(data, with_deduplicated_sessions)
     for mode in ("on", "off"):
         train(config(tmp_path, run=mode, dedup=mode, eval_every=4), given, progress=False)
         found, expected = (without_times(run) for run in (tmp_path / mode, runs[mode]))
         assert found == expected
     assert reader_of(given, SIZE).dedup.on
-    batch = knows(next(data.batches("train", SIZE)))
+    batch = with_deduplicated_sessions(next(data.batches("train", SIZE)))
     assert dedup_batch(batch).shared is batch.shared
 
 
@@ -249,11 +249,11 @@ def test_command_line_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFix
 def test_it_runs_on_the_reader_s_thread(data: Synthetic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads, make = set(), rk.InverseKeyedJaggedTensor.from_kjt
 
-    def noted(*arguments):
+    def recorded(*arguments):
         threads.add(threading.current_thread().name.split("_")[0])
         return make(*arguments)
 
-    monkeypatch.setattr(rk.InverseKeyedJaggedTensor, "from_kjt", noted)
+    monkeypatch.setattr(rk.InverseKeyedJaggedTensor, "from_kjt", recorded)
     train(config(tmp_path, dedup="on"), data, progress=False)
     assert threads == {"data"}
 

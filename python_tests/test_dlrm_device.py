@@ -86,30 +86,30 @@ def test_nothing_of_a_step_stays_behind() -> None:
 
 def test_every_batch_goes_to_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of training, evaluation and test move to the device from pinned memory, without waiting."""
-    asked = []
+    moves = []
 
     def to(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> Batch:
         if len(batch.label) > 1:  # except the row that counts the model's operations
-            asked.append((str(device), non_blocking, len(batch.label)))
+            moves.append((str(device), non_blocking, len(batch.label)))
         return batch
 
     def pin_memory(batch: Batch) -> Batch:
-        asked.append("pinned")
+        moves.append("pinned")
         return batch
 
     monkeypatch.setattr(Batch, "to", to)
     monkeypatch.setattr(Batch, "pin_memory", pin_memory)
     options = {"valid_fraction": 0.3, "eval_every": 3}
     expected = train(config(tmp_path, run="cpu", **options), progress=False)
-    assert not asked
+    assert not moves
     assert expected["device"] == "cpu"
     # Claims to be a GPU, so that batches are moved to it, but keeps them.
     monkeypatch.setattr(DLRM, "device", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU of {device}")
     found = train(config(tmp_path, run="gpu", **options), progress=False)
     sizes = [428] + [500] * 6  # of the test, four batches and an evaluation of two; the order of threads varies
-    assert asked.count("pinned") == 7
-    assert sorted(part for part in asked if part != "pinned") == [("cuda:0", True, size) for size in sizes]
+    assert moves.count("pinned") == 7
+    assert sorted(part for part in moves if part != "pinned") == [("cuda:0", True, size) for size in sizes]
     assert found["device"] == "GPU of cuda:0"
     assert found["log_loss"] == expected["log_loss"]
     assert "<td>device</td><td>GPU of cuda:0</td>" in (tmp_path / "gpu" / "report.html").read_text()
@@ -174,11 +174,11 @@ def test_bad_ids_end_a_run_that_is_told_late(tmp_path: Path, monkeypatch: pytest
     """The run ends by the end of the test, and before anything is saved."""
     told, check = [], late_errors.LateErrors.check
 
-    def noted(reports: late_errors.LateErrors, position: Tensor) -> None:
+    def recorded(reports: late_errors.LateErrors, position: Tensor) -> None:
         told.append(reports)
         check(reports, position)
 
-    monkeypatch.setattr(late_errors.LateErrors, "check", noted)
+    monkeypatch.setattr(late_errors.LateErrors, "check", recorded)
     monkeypatch.setattr(checkpoint, "save", lambda *_: told.append("saved"))
     train(config(tmp_path, valid_fraction=0.3, eval_every=3), progress=False)
     evaluated, saved, tested = told[:1], told[1:-1], told[-1:]

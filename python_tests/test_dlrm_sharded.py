@@ -137,7 +137,7 @@ def test_refused(tmp_path: Path, option: dict) -> None:
 
 def test_other_options(tmp_path: Path) -> None:
     """Different options on processes are rejected."""
-    told = pool(2).run(HERE, "unlike", str(tmp_path))
+    told = pool(2).run(HERE, "different_seeds", str(tmp_path))
     assert told[0] == told[1]
     assert "TrainingError: options of process 1 is TrainConfig(" in told[0]
 

@@ -58,7 +58,7 @@ def arguments_of(case: Case) -> dict[str, object]:
     }
 
 
-def taken(op: str) -> list[str]:
+def argument_names(op: str) -> list[str]:
     """Argument names of an op with a layout."""
     return list(signature_of(f"{op}.layout"))
 
@@ -75,9 +75,9 @@ def with_layout(given: dict[str, object]) -> dict[str, object]:
     return {n: a for n, a in given.items() if n not in OF_LAYOUT} | make_layout(given)._asdict()
 
 
-def takers(name: str) -> list[str]:
+def ops_with(name: str) -> list[str]:
     """The ops with an argument, directly or in their layout."""
-    return [op for op in FAMILY if name in OF_LAYOUT or name in taken(op)]
+    return [op for op in FAMILY if name in OF_LAYOUT or name in argument_names(op)]
 
 
 def check_refused(
@@ -116,7 +116,7 @@ def _ids(position: int, value: int) -> dict[str, object]:
 )
 def test_id_out_of_range(position: int, value: int, place: str) -> None:
     """Forward and backward raise IndexError with the id's position, value, feature, bag and range."""
-    for op in takers("bounds_check"):
+    for op in ops_with("bounds_check"):
         check_refused(op, _ids(position, value), IndexError, place)
     factors = "embedding_bag_backward_per_sample_weights"  # has no bounds_check: the forward raises
     assert call(factors, arguments() | _ids(position, value))[position] == 0
@@ -300,8 +300,8 @@ def is_on_the_host(name: str, message: str) -> bool:
 @pytest.mark.parametrize(("name", "change", "message"), BAD_ARGUMENTS)
 def test_bad_argument(name: str, change, message: str) -> None:
     """Every op with the argument raises ValueError on every kind of backend."""
-    assert takers(name), name
-    for op in takers(name):
+    assert ops_with(name), name
+    for op in ops_with(name):
         for namespace in (ops, emulated()) if is_on_the_host(name, message) else (ops,):
             check_refused(op, {name: change(arguments().get(name))}, ValueError, message, namespace)
 
@@ -407,7 +407,7 @@ def test_overlapping_tables(changes: dict[str, list[int]], message: str) -> None
 def test_other_device(op: str) -> None:
     """Each tensor in turn on the meta device is rejected instead of returning uninitialized memory."""
     given = with_layout(arguments())
-    for name in taken(op):
+    for name in argument_names(op):
         value = given.get(name)
         if isinstance(value, torch.Tensor) or name == "tables":
             moved = [value[0], value[1].to("meta")] if name == "tables" else value.to("meta")
@@ -423,7 +423,7 @@ def test_strided_inputs_are_read_as_they_are() -> None:
     views += [("grad", given["grad"].t().contiguous().t()), ("grad", torch.tensor(2.0).expand(given["grad"].shape))]
     for name, view in views:
         assert not view.is_contiguous()
-        for op in takers(name):
+        for op in ops_with(name):
             results = []
             for argument in (view.contiguous(), view):
                 mine = given | {n: given[n].clone() for n in ("weights", "sum", "step")} | {name: argument}

@@ -78,7 +78,7 @@ SHAPES = [(most, floats, dim) for most, floats in ((4, False), (70, True), (70, 
 
 
 @contextmanager
-def said_to_have(widest: int) -> Iterator[None]:
+def declared_widest(widest: int) -> Iterator[None]:
     """Makes layouts declare ``widest`` columns for their widest table, at least its actual number."""
 
     def made(*given: object, **options: object) -> rk.TableLayout:
@@ -111,7 +111,7 @@ def test_launch_shape(optimizer: str, shape: tuple[int, bool, int]) -> None:
         for widest, unused in ((largest, 0), (largest, 700), (2 * largest, 0), (511, 700)):
             case.values = torch.cat([ids, ids.new_full((unused,), -7)])
             case.per_sample_weights = torch.cat([factors, torch.full((unused,), torch.nan)])
-            with said_to_have(widest):
+            with declared_widest(widest):
                 assert not differences(results(backend.ops), expected), (backend.name, widest, unused)
 
 
@@ -122,7 +122,7 @@ def test_launch_shape_of_long_sums() -> None:
     expected = call.update("adam")
     for backend in device_backends():
         for widest in (16, 64, 511):
-            with said_to_have(widest):
+            with declared_widest(widest):
                 assert not differences(call.update("adam", backend.ops), expected), (backend.name, widest)
 
 

@@ -47,7 +47,7 @@ def one_table() -> dict[str, object]:
     return bags | state | {"weights": rows, "formats": ["int8"], "embedding_dim": 16, "grad": torch.ones(2, 16)}
 
 
-def takers(name: str) -> list[str]:
+def ops_with(name: str) -> list[str]:
     """The ops that accept bytes and have an argument."""
     return [op for op in TAKE_BYTES if name in signature_of(f"{op}.layout")]
 
@@ -91,8 +91,8 @@ NEITHER = [f for f in rk.ROW_FORMATS if f not in BAG_FORMATS]
 @pytest.mark.parametrize(("name", "change", "message"), ON_EVERY_BACKEND)
 def test_bad_argument(name: str, change, message: str) -> None:
     """Every op with the argument raises ValueError on every kind of backend."""
-    assert takers(name), name
-    for op in takers(name):
+    assert ops_with(name), name
+    for op in ops_with(name):
         for namespace in (ops, emulated()):
             given = arguments()
             check_refused(op, given | {name: change(given.get(name))}, message, namespace)
@@ -100,7 +100,7 @@ def test_bad_argument(name: str, change, message: str) -> None:
 
 def test_other_device() -> None:
     """Tensors on another device are rejected instead of returning uninitialized memory."""
-    for op in takers("seed"):
+    for op in ops_with("seed"):
         given = arguments()
         check_refused(op, given | {"seed": given["seed"].to("meta")}, "same device")
 

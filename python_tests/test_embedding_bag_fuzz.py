@@ -33,7 +33,7 @@ def test_every_kind_of_fault_is_there() -> None:
     """Calls have decreasing, too large and too few offsets; ids of each width; partitioned features; valid calls."""
     kinds = collections.Counter()
     for call in calls():
-        text = call.complaint.message if call.complaint else "right, " + call.sample.bounds_check
+        text = call.expected_error.message if call.expected_error else "right, " + call.sample.bounds_check
         for part in ("is below", "number of values", "num_features * batch + 1", "is out of range", "right"):
             kinds[text if part == "right" else part] += part in text
         if "out of range" in text:
@@ -68,7 +68,7 @@ def test_devices(half: int) -> None:
 def test_calls_without_ids(lengths: list[list[int]], offsets: list[tuple[int, int]], optimizer: str) -> None:
     """Offsets are checked without ids and without bags, and a device then does not count the step."""
     call = BadCall(Sample([(3, 4, "fp32")], [(0, "sum")], lengths, optimizer=optimizer), offsets)
-    assert call.complaint.error is ValueError
+    assert call.expected_error.error is ValueError
     check(call, CPU)
     for backend in device_backends():
         check(call, backend)
@@ -94,9 +94,9 @@ def test_large_calls(bounds_check: str) -> None:
                 case.values[r.randrange(len(ids))] = r.choice([-1, 500, 2**62])
         broken = replace(call)
         broken.encoded = call.encoded  # expensive to make
-        if broken.complaint is None:
+        if broken.expected_error is None:
             continue
-        kinds.add(broken.complaint.error)
+        kinds.add(broken.expected_error.error)
         for threads in (1, 3):
             with use_threads(threads):
                 check(broken, CPU)

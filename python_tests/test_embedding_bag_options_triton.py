@@ -310,9 +310,9 @@ _REFUSED = [
 @pytest.mark.parametrize(("name", "change", "message"), _REFUSED)
 def test_bad_argument(name: str, change: Callable, message: str) -> None:
     """Every function with the argument raises the compiled ops' errors, and nothing changes."""
-    takers = [op for op in FAMILY if name in inspect.signature(getattr(triton, op).layout).parameters]
-    assert takers
-    for op in takers:
+    accepting = [op for op in FAMILY if name in inspect.signature(getattr(triton, op).layout).parameters]
+    assert accepting
+    for op in accepting:
         given = with_layout(arguments())
         given[name] = change(given.get(name))
         before = {n: t.clone() for n, t in given.items() if isinstance(t, Tensor)}

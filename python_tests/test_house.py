@@ -25,9 +25,9 @@ FRAGMENT = re.compile(r"(Of|The same|Which|Whose|Whether|What)\b")
 LAYERS = ("rec_kernels/ops/{}.py", "rec_kernels/reference/{}.py", "python_tests/test_{}.py", "bench/bench_{}.py")
 CSRC = ROOT / "csrc"
 # The folders of csrc with ops: each may include the folders before it.
-ROOMS = ("core", "rows", "embedding_bag", "row_cache", "jagged", "dense")
+OP_FOLDERS = ("core", "rows", "embedding_bag", "row_cache", "jagged", "dense")
 # Exceptions, (folder, header): launches of the test-only build are the emulator's.
-UPWARD = {("core/cuda", "emulator/launch.h")}
+EXCEPTIONS = {("core/cuda", "emulator/launch.h")}
 
 pytestmark = pytest.mark.skipif(not (ROOT / "csrc").exists(), reason="the sources are not beside the tests")
 
@@ -89,7 +89,7 @@ def file_lines(path: Path) -> int:
     return len(text.splitlines()) - (docstring_lines(text) if path.suffix == ".py" else 0)
 
 
-def refuse(found: Collection[str], what: str) -> None:
+def assert_none(found: Collection[str], what: str) -> None:
     """Fails with a sentence and the complete findings, which pytest would shorten."""
     assert not found, f"{what}: {found}"
 
@@ -98,7 +98,9 @@ def test_files_are_short() -> None:
     """Files have up to 450 lines."""
     assert docstring_lines('"""One."""\ndef f():\n    """Two\n    three."""\n    return """none"""\n') == 3
     lines = {str(path.relative_to(ROOT)): file_lines(path) for path in SOURCES}
-    refuse({name: n for name, n in lines.items() if n > FILE}, f"files have more than {FILE} lines beside docstrings")
+    assert_none(
+        {name: n for name, n in lines.items() if n > FILE}, f"files have more than {FILE} lines beside docstrings"
+    )
 
 
 def test_functions_are_short() -> None:
@@ -106,7 +108,7 @@ def test_functions_are_short() -> None:
     found = [(path, *function) for path in SOURCES for function in functions(path)]
     assert len(found) > 3000
     long = [f"{path.relative_to(ROOT)}: {name} has {n} lines" for path, name, n, most in found if n > most]
-    refuse(long, f"functions have more than {FUNCTION} lines, or kernels more than {KERNEL}")
+    assert_none(long, f"functions have more than {FUNCTION} lines, or kernels more than {KERNEL}")
 
 
 def test_functions_have_few_parameters() -> None:
@@ -115,7 +117,7 @@ def test_functions_have_few_parameters() -> None:
     found = [(p, *function) for p in SOURCES if p.suffix != ".py" for function in cpp_parameters(p.read_text())]
     assert len(found) > 1000
     many = [f"{p.relative_to(ROOT)}: {name} has {n} parameters" for p, name, n in found if n > PARAMETERS]
-    refuse(many, f"functions have more than {PARAMETERS} parameters: make a struct of them")
+    assert_none(many, f"functions have more than {PARAMETERS} parameters: make a struct of them")
 
 
 def test_long_functions_are_found() -> None:
@@ -150,7 +152,9 @@ def test_comments_are_sentences() -> None:
     assert fragments(f'def f():\n    """{it}"""\n    x = 1  #: {it}\n', True) == [it, it]
     found = {str(p.relative_to(ROOT)): fragments(p.read_text(), p.suffix == ".py") for p in SOURCES}
     wrong = {name: lines for name, lines in found.items() if lines}
-    refuse(wrong, "comments or docstrings begin with a word that no sentence of ours begins with (CONTRIBUTING.md)")
+    assert_none(
+        wrong, "comments or docstrings begin with a word that no sentence of ours begins with (CONTRIBUTING.md)"
+    )
 
 
 def test_the_package_stands_alone() -> None:
@@ -158,12 +162,12 @@ def test_the_package_stands_alone() -> None:
     outside = re.compile(r"^\s*(?:from|import) (?:bench|examples|first_light|python_tests|wheels)\b", re.MULTILINE)
     assert outside.search("    from bench.studies import compare\n")
     found = [p.name for p in (ROOT / "rec_kernels").rglob("*.py") if outside.search(p.read_text())]
-    refuse(found, "files of the package import what a wheel does not have")
+    assert_none(found, "files of the package import what a wheel does not have")
 
 
 def contracts() -> list[Path]:
     """Files that define ops: schemas and checks, in the folder of the header."""
-    return [p for room in ROOMS for p in sorted((CSRC / room).glob("*.cpp")) if " define(m," in p.read_text()]
+    return [p for room in OP_FOLDERS for p in sorted((CSRC / room).glob("*.cpp")) if " define(m," in p.read_text()]
 
 
 def attributes(text: str) -> set[str]:
@@ -181,7 +185,7 @@ def test_older_compilers_trace_the_package() -> None:
     assert attributes("import torch\nif torch.compiler.is_exporting():\n    f()\n") == {"compiler", "is_exporting"}
     found = [p for p in (ROOT / "rec_kernels").rglob("*.py") if wrong & attributes(p.read_text())]
     names = {path.relative_to(ROOT).as_posix() for path in found}
-    refuse(names - {"rec_kernels/ops/exporting.py"}, "files ask torch what older torch's compilers get wrong")
+    assert_none(names - {"rec_kernels/ops/exporting.py"}, "files ask torch what older torch's compilers get wrong")
 
 
 def test_one_stem_per_op() -> None:
@@ -191,18 +195,20 @@ def test_one_stem_per_op() -> None:
     expected = [ROOT / layer.format(p.stem) for p in files for layer in LAYERS] + [p.with_suffix(".h") for p in files]
     expected += [p.parent / "cpu" / p.name for p in files if p.stem != p.parent.name]
     missing = [str(path.relative_to(ROOT)) for path in expected if not path.exists()]
-    refuse(missing, "files are missing: a file of csrc that calls define(m, ...) has its stem in each layer")
+    assert_none(missing, "files are missing: a file of csrc that calls define(m, ...) has its stem in each layer")
 
 
 def test_kernels_are_of_a_stem() -> None:
     """Files that register kernels are in cpu or cuda, and begin with an op's stem unless their folder is an op's."""
     stems = tuple(p.stem for p in contracts())
-    rooms = [CSRC / room for room in ROOMS if room != "core"]  # core registers the libraries' versions and properties
+    rooms = [
+        CSRC / room for room in OP_FOLDERS if room != "core"
+    ]  # core registers the libraries' versions and properties
     files = [p for room in rooms for p in room.rglob("*.c*") if "STABLE_TORCH_LIBRARY_IMPL(" in p.read_text()]
     assert len(files) > 20
     assert {p.parent.name for p in files} == {"cpu", "cuda"}
     strays = [p for p in files if not p.stem.startswith(stems) and p.parent.parent.name not in stems]
-    refuse(
+    assert_none(
         [str(p.relative_to(ROOT)) for p in strays],
         "files register kernels and begin with the stem of no file that calls define(m, ...), nor lie in its folder",
     )
@@ -215,7 +221,7 @@ def includes() -> dict[str, list[str]]:
     return {name: [header for header in found if header in texts] for name, found in named.items()}
 
 
-def goes_down(path: str, header: str) -> bool:
+def may_include(path: str, header: str) -> bool:
     """True if a file may include a header: from its backend or none, and from an earlier folder or its own.
 
     A backend may include the contract of any op.
@@ -224,27 +230,27 @@ def goes_down(path: str, header: str) -> bool:
     other, others = header.split("/")[0], header.split("/")[1]
     if room in ("host", "emulator"):
         return other in (room, "core")
-    if other not in ROOMS or (others in ("cpu", "cuda") and others != backend):
+    if other not in OP_FOLDERS or (others in ("cpu", "cuda") and others != backend):
         return False
     is_contract = others not in ("cpu", "cuda") and room not in ("core", "rows") and backend in ("cpu", "cuda")
-    return is_contract or ROOMS.index(other) <= ROOMS.index(room)
+    return is_contract or OP_FOLDERS.index(other) <= OP_FOLDERS.index(room)
 
 
 def test_includes_go_down() -> None:
     """Includes go from backends to contracts, rows and core; cpu and cuda never include each other."""
-    assert goes_down("dense/cpu/a.cpp", "jagged/cpu/b.h")
-    assert goes_down("embedding_bag/cpu/a.cpp", "row_cache/b.h")
-    assert not goes_down("embedding_bag/cpu/a.cpp", "row_cache/cpu/b.h")
-    assert not goes_down("embedding_bag/a.h", "row_cache/b.h")
-    assert not goes_down("jagged/cpu/a.cpp", "jagged/cuda/b.cuh")
-    assert not goes_down("rows/a.h", "rows/cpu/b.h")
-    assert not goes_down("rows/cpu/a.h", "jagged/b.h")
-    assert not goes_down("core/a.h", "rows/b.h")
+    assert may_include("dense/cpu/a.cpp", "jagged/cpu/b.h")
+    assert may_include("embedding_bag/cpu/a.cpp", "row_cache/b.h")
+    assert not may_include("embedding_bag/cpu/a.cpp", "row_cache/cpu/b.h")
+    assert not may_include("embedding_bag/a.h", "row_cache/b.h")
+    assert not may_include("jagged/cpu/a.cpp", "jagged/cuda/b.cuh")
+    assert not may_include("rows/a.h", "rows/cpu/b.h")
+    assert not may_include("rows/cpu/a.h", "jagged/b.h")
+    assert not may_include("core/a.h", "rows/b.h")
     found = includes()
     assert len(found) > 150
-    assert {name.split("/")[0] for name in found} == {*ROOMS, "emulator", "host", "portable"}
-    up = {(name, header) for name, headers in found.items() for header in headers if not goes_down(name, header)}
-    assert {(name.rpartition("/")[0], header) for name, header in up} == UPWARD
+    assert {name.split("/")[0] for name in found} == {*OP_FOLDERS, "emulator", "host", "portable"}
+    up = {(name, header) for name, headers in found.items() for header in headers if not may_include(name, header)}
+    assert {(name.rpartition("/")[0], header) for name, header in up} == EXCEPTIONS
 
 
 def cycles(graph: dict[str, list[str]]) -> list[str]:
@@ -267,7 +273,7 @@ def cycles(graph: dict[str, list[str]]) -> list[str]:
 def test_no_include_cycles() -> None:
     """#pragma once would hide a cycle, and its omissions would depend on the order of includes."""
     assert cycles({"a": ["b"], "b": ["c"], "c": ["b"]}) == ["b -> c -> b"]
-    refuse(cycles(includes()), "headers include each other")
+    assert_none(cycles(includes()), "headers include each other")
 
 
 def undefined(header: str, own: str) -> list[str]:
@@ -285,7 +291,7 @@ def test_headers_declare_their_own() -> None:
         for h in headers
     }
     assert len(headers) > 30
-    refuse(
+    assert_none(
         {str(h.relative_to(CSRC)): names for h in headers if (names := undefined(h.read_text(), own[h]))},
         "functions are declared in a header and defined neither in the .cpp nor in the _kernels.cpp of its stem",
     )

@@ -33,7 +33,7 @@ from rec_kernels.testing import assert_same_sum, same_bits
 ops = torch.ops.rec_kernels
 
 
-def in_torch() -> Iterator[Backend]:
+def torch_backend() -> Iterator[Backend]:
     """The op for GPUs without the compiled library, which runs without a GPU; Triton's module imports it."""
     if importlib.util.find_spec("triton") is not None:
         module = importlib.import_module("rec_kernels.triton.jagged_permute")
@@ -44,7 +44,7 @@ def check_permute(batch: Batch, permute: list[int]) -> None:
     """Checks the op with and without the total, with and without weights."""
     for weights in (None, batch.weights):
         expected = reference(batch.values, batch.offsets, permute, batch.strides, weights)
-        for backend in itertools.chain(every_backend(), in_torch()):
+        for backend in itertools.chain(every_backend(), torch_backend()):
             for total in (None, len(expected[0])):
                 args = (batch.values, batch.offsets, permute, batch.strides, weights, total)
                 check_tensors(backend, backend.ops.jagged_permute(*args), expected)
@@ -92,7 +92,7 @@ def test_values_of_any_kind(dtype: torch.dtype) -> None:
     if dtype.is_floating_point or dtype.is_complex:
         batch.values[::2], batch.values[1::3] = float("inf"), -0.0
     expected = reference(batch.values, batch.offsets, [2, 0, 1], batch.strides)[0]
-    for backend in itertools.chain(every_backend(), in_torch()):
+    for backend in itertools.chain(every_backend(), torch_backend()):
         out = backend.ops.jagged_permute(batch.values, batch.offsets, [2, 0, 1], batch.strides)[0]
         assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8)), backend.name
 
@@ -179,7 +179,7 @@ def test_a_wrong_total(total: int) -> None:
         ops.jagged_permute(IDS, OFFSETS, [2, 1], [2] * 3, WEIGHTS, total)
     order = torch.tensor([4, 5, 6, 3])[:total]
     zeros = torch.zeros(total - len(order))
-    for backend in itertools.chain(device_backends(), in_torch()):
+    for backend in itertools.chain(device_backends(), torch_backend()):
         out, offsets, weights, status = backend.ops.jagged_permute(IDS, OFFSETS, [2, 1], [2] * 3, WEIGHTS, total)
         assert out.tolist() == [*order.tolist(), *zeros.tolist()], backend.name
         assert same_bits(weights, torch.cat([WEIGHTS[order], zeros])), backend.name
@@ -206,7 +206,7 @@ def test_bad_offsets(bounds: list[int], first: int) -> None:
     rows = good_rows(bounds, 7)
     lengths = torch.tensor([b - a for a, b in rows[3:] + rows[:3]])
     expected = torch.cat([IDS[a:b] for a, b in rows[3:] + rows[:3]] + [torch.zeros(7, dtype=torch.int64)])[:7]
-    for backend in itertools.chain(device_backends(), in_torch()):
+    for backend in itertools.chain(device_backends(), torch_backend()):
         out, found, _, status = backend.ops.jagged_permute(IDS, offsets, [1, 0], [3, 3])
         assert same_bits(out, expected), backend.name
         assert torch.equal(found[1:], lengths.cumsum(0).clamp(max=7)), backend.name

@@ -35,7 +35,7 @@ def differing(a, b):
 
 # A row cache takes the batch's rows in before it is looked up: done is done, by each op.
 call, insertions = caches.call_uncounted, 0
-def call_and_note(op, *arguments, **named):
+def call_recorded(op, *arguments, **named):
     global before, insertions
     result = call(op, *arguments, **named)
     if op != "row_cache_insert_.layout":
@@ -46,7 +46,7 @@ def call_and_note(op, *arguments, **named):
     limit_address_space(now)
     return result
 if cached:
-    caches.call_uncounted = call_and_note
+    caches.call_uncounted = call_recorded
 
 failed, messages, before, base = 0, set(), state(short), address_space()
 for extra in range(0, 400):

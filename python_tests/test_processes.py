@@ -18,7 +18,7 @@ from rec_kernels.testing import same_bits, use_threads
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 
 
-def said(code: str, *arguments: object, **environment: str) -> str:
+def output_of(code: str, *arguments: object, **environment: str) -> str:
     """Output of a script that must succeed and write nothing to stderr."""
     done = run_script(code, *arguments, **environment)
     assert (done.returncode, done.stderr) == (0, ""), (done.returncode, done.stdout, done.stderr[-3000:])
@@ -47,7 +47,7 @@ def test_fork() -> None:
     OpenMP's threads do not exist in a child: a parallel region would wait for them forever, also in torch's own ops.
     (docs/robustness.md)
     """
-    assert said(FORK).split() == [trained()] * 4
+    assert output_of(FORK).split() == [trained()] * 4
 
 
 class Bags(Dataset):
@@ -102,7 +102,7 @@ print(*set(found), rk.build_info()["triton_in_use"])
 @pytest.mark.parametrize("environment", [{"CUDA_VISIBLE_DEVICES": "-1"}, *full({})], ids=str)
 def test_import_in_threads(environment: dict[str, str]) -> None:
     """Four threads import and use the package at once; without a visible GPU, the CPU's kernels have equal bits."""
-    bits, in_use = said(IMPORT_IN_THREADS, **environment).split()
+    bits, in_use = output_of(IMPORT_IN_THREADS, **environment).split()
     assert bits == trained()
     if environment:
         assert in_use == "False"
@@ -138,7 +138,7 @@ def test_the_end_of_a_process(how: str, tmp_path) -> None:
     """A process with live collections, caches, graphs and threads exits silently with status 0."""
     if "disk" in how and rk.build_info()["host_library"] is None:
         pytest.skip("row files were not built")
-    assert said(LIVE_OBJECTS, how, tmp_path / "tables") == ""
+    assert output_of(LIVE_OBJECTS, how, tmp_path / "tables") == ""
 
 
 #: Three daemon threads that are almost always inside of ``call``, also while the interpreter exits.
@@ -182,7 +182,7 @@ def test_the_end_with_daemons_in_ops() -> None:
 def test_a_child_that_ends_with_the_parents_objects() -> None:
     """sys.exit in a forked process frees inherited objects."""
     code = LIVE_OBJECTS + "\nimport os\nchild = os.fork()\nassert child == 0 or os.waitpid(child, 0)[1] == 0\n"
-    assert said(code, "memory") == ""
+    assert output_of(code, "memory") == ""
 
 
 def test_ids_are_in_the_tables() -> None:

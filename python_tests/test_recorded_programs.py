@@ -9,7 +9,7 @@ import pytest
 import torch
 from layout_calls import WITH_LAYOUT
 from recording import Reader
-from replay_programs import call, go_on
+from replay_programs import call, resume_run
 
 from rec_kernels.testing import same_bits
 
@@ -47,7 +47,7 @@ def test_no_op_has_the_name_of_before() -> None:
 def test_training(number: int, tmp_path: Path, no_pictures: None) -> None:
     """A checkpoint of the trainer is read exactly, and training resumes from it."""
     recorded = RECORDING.decode(RECORDING.index["training"][number])
-    before, after = go_on(recorded, tmp_path)
+    before, after = resume_run(recorded, tmp_path)
     assert before.keys() == recorded["model"].keys()
     assert all(same_bits(t, before[name]) for name, t in recorded["model"].items())
     assert {name: (t.shape, t.dtype) for name, t in after.items()} == {

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from backends import cpu_backends, emulated, every_backend
-from row_cache_cases import Action, Batch, CacheCase, CacheSample, Update, apply, call, expected_of, taken
+from row_cache_cases import Action, Batch, CacheCase, CacheSample, Update, apply, argument_names, call, expected_of
 from test_embedding_bag_formats_bad_input import strided
 from torch import Tensor
 
@@ -46,9 +46,9 @@ def namespaces(op: str) -> tuple[object, ...]:
     return (ops,) if op == PLAN else (ops, emulated())
 
 
-def takers(name: str) -> list[str]:
+def ops_with(name: str) -> list[str]:
     """The cache ops with an argument."""
-    return [op for op in TAKE_CACHE if name in taken(op)]
+    return [op for op in TAKE_CACHE if name in argument_names(op)]
 
 
 def check_refused(op: str, given: dict[str, object], message: str, namespace: object = ops, error=ValueError) -> None:
@@ -215,7 +215,7 @@ def test_bad_id(bad: int) -> None:
 @pytest.mark.parametrize("name", ["cache_tags", "cache_rows", "layout", "cache_clock", "row_counts", "cache_stats"])
 def test_other_device(name: str) -> None:
     """Tensors on another device are rejected instead of returning uninitialized memory."""
-    for op in [op for op in takers(name) if op != PLAN]:  # the results' size depends on data
+    for op in [op for op in ops_with(name) if op != PLAN]:  # the results' size depends on data
         given = arguments()
         check_refused(op, given | {name: given[name].to("meta")}, "same device")
 
@@ -286,7 +286,7 @@ def test_the_training_to_be_spoilt_is_good() -> None:
 
 
 BAD_ARGUMENTS = [
-    *((arguments, takers(row[0]), *row) for row in WRONG),
+    *((arguments, ops_with(row[0]), *row) for row in WRONG),
     *((arguments, ["row_cache_stats"], *row) for row in WRONG_STATS),
     *((training, LOOKUPS, *row) for row in WRONG_LOOKUPS),
     *((training, [UPDATE], *row) for row in WRONG_UPDATES),

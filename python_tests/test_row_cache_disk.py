@@ -44,12 +44,12 @@ def plain(c, i: int) -> list[torch.Tensor]:
     return [step(c, i)]
 
 
-def announced(c, i: int) -> list[torch.Tensor]:
+def next_prefetched(c, i: int) -> list[torch.Tensor]:
     """Trains with the next batch prefetched."""
     return [step(c, i, i + 1)]
 
 
-def another_announced(c, i: int) -> list[torch.Tensor]:
+def unused_prefetch(c, i: int) -> list[torch.Tensor]:
     """Prefetches a batch that is not used."""
     return [step(c, i, 1000 + i)]
 
@@ -100,8 +100,8 @@ def flushed_between(c, i: int) -> list[torch.Tensor]:
 
 WAYS = [
     plain,
-    announced,
-    another_announced,
+    next_prefetched,
+    unused_prefetch,
     two_forwards,
     accumulated,
     with_factors,

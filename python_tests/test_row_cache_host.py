@@ -9,7 +9,7 @@ import mmap
 import pytest
 import torch
 from backends import emulated
-from row_cache_cases import call, taken
+from row_cache_cases import argument_names, call
 from row_cache_collections import FORMATS, OPTIMIZERS, SMALL, batch, differing, everything, make, read, train
 from row_cache_host_cases import in_host, train_ahead
 from row_cache_samples import arguments, cached_calls
@@ -200,7 +200,7 @@ def _fake(value: object, device: str) -> object:
 def test_memory_that_is_not_pinned(op: str) -> None:
     """CUDA kernels raise ValueError before they write."""
     ops, given = emulated(), arguments("lru")
-    given = {name: given[name] for name in taken(op) if name in given}
+    given = {name: given[name] for name in argument_names(op) if name in given}
     before = copy.deepcopy(given)
     ops._set_pinned(False)
     try:

@@ -17,7 +17,7 @@ from rec_kernels.reference.row_cache import POLICIES, Row, RowCache
 Rows = set[int]
 
 
-class Watched(RowCache):
+class RecordingCache(RowCache):
     """The model, which records the linear rows whose bytes it writes."""
 
     def _encode(self, row: Row, *rest: object) -> None:
@@ -45,7 +45,7 @@ def named_of_all(case: CacheCase, batch) -> list[Row]:
 def expected_rows(case: CacheCase, model: RowCache, batch, inserts: bool) -> tuple[Rows, Rows]:
     """Rows read from the tables; of these, rows written by an insertion, or by this batch's or the previous update."""
     model = copy.deepcopy(model)
-    model.__class__ = Watched
+    model.__class__ = RecordingCache
     model.encoded = set()
     missing = {row for row in named_of_all(case, batch) if model.slot_of(row) < 0}
     read = {model.linear(row) for row in missing}

@@ -23,10 +23,10 @@ import rec_kernels as rk
 def test_every_cuda_op_is_called_and_right() -> None:
     """Every op that csrc/*/cuda registers is called, and the emulated kernels have the CPU's bits in every order."""
     emulated()
-    wanted = ops_with_kernels("rec_kernels_emulated", "CPU")
-    assert {"scale_rows", "embedding_bag.layout", "embedding_bag_backward_fused_.layout"} <= wanted
+    required = ops_with_kernels("rec_kernels_emulated", "CPU")
+    assert {"scale_rows", "embedding_bag.layout", "embedding_bag_backward_fused_.layout"} <= required
     for backend in device_backends():
-        assert check(backend.ops, wanted) > 30, backend.name
+        assert check(backend.ops, required) > 30, backend.name
 
 
 def test_every_op_in_triton_is_called() -> None:
@@ -111,9 +111,9 @@ def test_an_error_does_not_end_the_rest() -> None:
         def __getattr__(self, name: str):
             return getattr(torch.ops.rec_kernels, name if name != "row_dot" else "no_such_op")
 
-    wanted = {"scale_rows", "embedding_bag.layout", "row_cache_flush_.layout", "jagged_dedup"}
+    required = {"scale_rows", "embedding_bag.layout", "row_cache_flush_.layout", "jagged_dedup"}
     with pytest.raises(AssertionError, match=r"^scale_rows and row_dot: row_dot raises AttributeError: .*$"):
-        check(Broken(), wanted)
+        check(Broken(), required)
 
 
 def test_unaligned_tensors() -> None:

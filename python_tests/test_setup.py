@@ -67,7 +67,7 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
-def sentence(done: subprocess.CompletedProcess) -> str:
+def last_line(done: subprocess.CompletedProcess) -> str:
     """The last line of a failed build."""
     assert done.returncode == 1, done.stdout
     assert done.stderr.count("\n") == 1, done.stderr
@@ -85,13 +85,13 @@ def sentence(done: subprocess.CompletedProcess) -> str:
 )
 def test_python_packages(checkout: Checkout, begin: str, expected: str) -> None:
     """An old setuptools, no torch, and torches that fail to import are reported."""
-    assert expected in sentence(checkout.run(begin=begin, REC_KERNELS_CUDA="0"))
+    assert expected in last_line(checkout.run(begin=begin, REC_KERNELS_CUDA="0"))
 
 
 def test_old_torch(checkout: Checkout) -> None:
     """Versions are compared as numbers: 2.9 is older than 2.10."""
     checkout.torch("2.9.1+cpu")
-    assert sentence(checkout.run()) == "torch 2.9.1+cpu is too old to build rec_kernels, which needs 2.10 or newer"
+    assert last_line(checkout.run()) == "torch 2.9.1+cpu is too old to build rec_kernels, which needs 2.10 or newer"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_old_torch(checkout: Checkout) -> None:
 def test_tools(checkout: Checkout, missing: str, expected: str, command: str) -> None:
     """Every way to build reports the missing tool, and nothing else."""
     (checkout.tools / missing).unlink()
-    assert sentence(checkout.run(command)).startswith(expected)
+    assert last_line(checkout.run(command)).startswith(expected)
 
 
 def test_source_distribution_needs_no_tools(checkout: Checkout) -> None:
@@ -123,7 +123,7 @@ def test_compiler_of_the_environment(checkout: Checkout) -> None:
     """CXX is a command with options; a missing program is named."""
     (checkout.tools / "c++").unlink()
     checkout.tool("g++-13")
-    assert "and CXX=g++-99 does not exist" in sentence(checkout.run(CXX="g++-99 -m64"))
+    assert "and CXX=g++-99 does not exist" in last_line(checkout.run(CXX="g++-99 -m64"))
     assert checkout.run(CXX="g++-13 -m64").returncode == 0
 
 
@@ -138,12 +138,12 @@ def test_tools_among_the_scripts(checkout: Checkout) -> None:
 
 def test_nvcc(checkout: Checkout) -> None:
     """A required CUDA library without nvcc is an error; CUDA_HOME has precedence over the PATH."""
-    assert "CUDA library, but nvcc is not on the PATH: install" in sentence(checkout.run(REC_KERNELS_CUDA="1"))
+    assert "CUDA library, but nvcc is not on the PATH: install" in last_line(checkout.run(REC_KERNELS_CUDA="1"))
     checkout.tool("nvcc")
     home = str(checkout.folder)
     done = checkout.run(REC_KERNELS_CUDA="1", CUDA_HOME=home)
-    assert f"there is no bin/nvcc in CUDA_HOME={home}: install" in sentence(done)
-    assert sentence(checkout.run(REC_KERNELS_CUDA="2")) == "REC_KERNELS_CUDA must be 0, 1 or unset, got '2'"
+    assert f"there is no bin/nvcc in CUDA_HOME={home}: install" in last_line(done)
+    assert last_line(checkout.run(REC_KERNELS_CUDA="2")) == "REC_KERNELS_CUDA must be 0, 1 or unset, got '2'"
 
 
 @pytest.mark.parametrize("step", ["-G", "--build"])
@@ -151,7 +151,7 @@ def test_cmake_fails(checkout: Checkout, step: str) -> None:
     """One line follows CMake's output, without a traceback."""
     checkout.tool("cmake", f'echo "reasons"; [ "$1" != {step} ] || exit 3')
     done = checkout.run()
-    assert sentence(done) == f"rec_kernels is not built: `cmake {step}` failed with status 3 for the reason above"
+    assert last_line(done) == f"rec_kernels is not built: `cmake {step}` failed with status 3 for the reason above"
     assert "reasons" in done.stdout
 
 
@@ -176,7 +176,7 @@ def test_what_was_built(checkout: Checkout) -> None:
         "cuda-12.9-torch2.13.0",
     }
     checkout.tool("nvcc", "echo nothing")
-    assert sentence(checkout.run()) == f"`{checkout.tools / 'nvcc'} --version` names no release of CUDA: 'nothing\\n'"
+    assert last_line(checkout.run()) == f"`{checkout.tools / 'nvcc'} --version` names no release of CUDA: 'nothing\\n'"
 
 
 def test_label_of_a_cuda_wheel(checkout: Checkout) -> None:

@@ -88,13 +88,13 @@ def loss_of(output: Any) -> Tensor:
     return sum(t.square().sum() for t in by_feature(output).values())
 
 
-def plainly(collection: Any) -> None:
+def one_backward_per_step(collection: Any) -> None:
     """One backward per step."""
     for step in range(STEPS):
         loss_of(collection(batch(step))).backward()
 
 
-def check(way: Callable[[Any], Any] = plainly, **options: Any) -> Any:
+def check(way: Callable[[Any], Any] = one_backward_per_step, **options: Any) -> Any:
     """Trains by ``way``, compares each table with the collection of its optimizer, and returns the mixed result."""
     mixed = made(OWN, **options)
     found = way(mixed)
@@ -295,7 +295,7 @@ def test_row_caches(backing: str, policy: str, tmp_path) -> None:
 def test_copies_go_on(way: str) -> None:
     """A copied, moved, or saved and loaded collection continues with equal bits."""
     collection = made(OWN, format="int8")
-    plainly(collection)
+    one_backward_per_step(collection)
     collection.fused_optimizer.param_groups[2]["lr"] = 0.75
     if way == "deepcopy":
         other = copy.deepcopy(collection)
@@ -319,7 +319,7 @@ def test_copies_go_on(way: str) -> None:
     assert_same(collection, other)
     for each in (collection, other):
         each.freeze("a2")
-        plainly(each)
+        one_backward_per_step(each)
     assert_same(collection, other)
     assert [g["lr"] for g in other.fused_optimizer.param_groups] == [0.05, 0.1, 0.75, 0.2, 0.1, 0.3, 0.3]
     assert int(other.step) == 2 * STEPS
@@ -415,7 +415,7 @@ def test_compiled(weighted: bool, cached: bool) -> None:
 def test_served() -> None:
     """A serving copy has no optimizer, also in another format."""
     collection = made(OWN)
-    plainly(collection)
+    one_backward_per_step(collection)
     served = collection.for_serving("int8")
     assert sum(table["trained_state_bytes"] for table in served.memory_report()) > 0
     assert all(table.optimizer is None for table in served.tables)
@@ -435,7 +435,7 @@ def test_some_without_an_optimizer() -> None:
     every = OWN | {"a": ALL[0]}
     collections = [made(every, None), made(OWN)]
     for collection in collections:
-        plainly(collection)
+        one_backward_per_step(collection)
     assert_same(*collections)
 
 
@@ -459,11 +459,11 @@ def test_backends(cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every backend has equal results for each optimizer's layout, in which other tables have no rows."""
     calls: list[dict[str, Any]] = []
 
-    def noted(op: str, given: dict[str, Any]) -> None:
+    def recorded(op: str, given: dict[str, Any]) -> None:
         calls.append({name: t.clone() if isinstance(t, Tensor) else t for name, t in given.items()})
         call_in_place(op, given)
 
-    monkeypatch.setattr(embedding_bag_autograd, "call_in_place", noted)
+    monkeypatch.setattr(embedding_bag_autograd, "call_in_place", recorded)
     options = {"cache": lambda: rk.RowCache(0.5, ways=2)} if cached else {}
     collection = made(OWN, format="int8", **options)
     loss_of(collection(batch(0))).backward()

@@ -100,7 +100,7 @@ def test_calls_of_ops_have_a_backend() -> None:
     assert op_coverage.backend_of("rec_kernels_emulated", ((x,), {})) == "cuda_emulated"
     assert op_coverage.backend_of("rec_kernels", (([x.to("meta")],), {})) == "fake"
     error = ValueError("rows = -1 must be 0 or more, got 2.5e-3\nand more")
-    assert op_coverage.normalised(error) == "ValueError: rows = N must be N or more, got N"
+    assert op_coverage.normalized(error) == "ValueError: rows = N must be N or more, got N"
 
 
 def test_calls_and_their_errors_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_calls_and_their_errors_are_noted(monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("_calls", "_raised"):
         monkeypatch.setattr(op_coverage, name, set())
     monkeypatch.setattr(op_coverage, "_test", "test_a::test_b")
-    call = op_coverage._noted(lambda op, x: op.function(x), lambda op: op.name)
+    call = op_coverage._recording(lambda op, x: op.function(x), lambda op: op.name)
     op = SimpleNamespace(name="rec_kernels::expand.out", function=lambda x: x + 1)
     assert call(op, 1) == 2
     op.function = lambda x: 1 / x
@@ -121,7 +121,7 @@ def test_calls_and_their_errors_are_noted(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_kernels_are_known() -> None:
     """Every op has a kernel for the CPU, or none at all, and a fake one."""
-    kernels = op_coverage.there_is()
+    kernels = op_coverage.registered_kernels()
     assert {(op.partition(".")[0], backend) for op in registered() for backend in ("cpu", "fake")} <= kernels
 
 
@@ -136,7 +136,7 @@ def test_what_a_tier_lacks_is_said(tmp_path: Path) -> None:
         folder.mkdir(exist_ok=True)
         found = dict(zip(("calls", "raised", "errors"), found, strict=True)) | {"kernels": kernels}
         (folder / "1.json").write_text(json.dumps(found))
-    whole, some = map(op_coverage.Found.read, (tmp_path, part))
+    whole, some = map(op_coverage.Coverage.read, (tmp_path, part))
     lines, is_whole = op_coverage.compare(whole, some)
     assert not is_whole
     assert lines == [

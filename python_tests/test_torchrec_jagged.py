@@ -210,7 +210,7 @@ def _result(module: Any, kind: str, case: str, method: str) -> Any:
         return "raises"
 
 
-def _are_alike(kind: str, case: str, method: str) -> bool:
+def _are_equal(kind: str, case: str, method: str) -> bool:
     return _result(rk, kind, case, method) == _result(theirs, kind, case, method)
 
 
@@ -218,7 +218,7 @@ def _are_alike(kind: str, case: str, method: str) -> bool:
 def test_methods_do_what_torchrecs_do(kind: str) -> None:
     """All common methods have equal results, except those of the table."""
     found = {
-        (kind, method): {case for case in CASES[kind] if not _are_alike(kind, case, method)}
+        (kind, method): {case for case in CASES[kind] if not _are_equal(kind, case, method)}
         for method in _methods(kind)
     }
     assert {name: cases for name, cases in found.items() if cases} == {

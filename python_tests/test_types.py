@@ -47,7 +47,7 @@ rk.EmbeddingBag(10, 4)()
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> str:
+def mypy_output(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The output of one run of mypy on both files."""
     folder = tmp_path_factory.mktemp("types")
     files = {folder / "user.py": USER, folder / "wrong.py": WRONG}
@@ -66,12 +66,12 @@ def test_the_package_is_marked() -> None:
     assert (PACKAGE / "py.typed").exists()
 
 
-def test_right_use_is_accepted(said: str) -> None:
+def test_right_use_is_accepted(mypy_output: str) -> None:
     """Tables, collections, batches and ops of the README have no type errors."""
-    assert all("wrong.py:" in line for line in said.splitlines() if ": error:" in line), said
+    assert all("wrong.py:" in line for line in mypy_output.splitlines() if ": error:" in line), mypy_output
 
 
-def test_wrong_use_is_refused(said: str) -> None:
+def test_wrong_use_is_refused(mypy_output: str) -> None:
     """Each wrong use is reported with its line."""
-    lines = {int(line.split("wrong.py:")[1].split(":")[0]) for line in said.splitlines() if "wrong.py:" in line}
-    assert lines == {number for number, line in enumerate(WRONG.splitlines(), 1) if line.startswith("rk.")}, said
+    lines = {int(line.split("wrong.py:")[1].split(":")[0]) for line in mypy_output.splitlines() if "wrong.py:" in line}
+    assert lines == {number for number, line in enumerate(WRONG.splitlines(), 1) if line.startswith("rk.")}, mypy_output

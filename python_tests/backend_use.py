@@ -18,9 +18,9 @@ SEEDS = {
     "cuda": {"every_backend", "device_backends", "OnCuda", "is_available"},
 }
 #: Modules that the search does not enter: the one that defines the seeds.
-ENDS = {"backends"}
+NOT_SEARCHED = {"backends"}
 #: Names that apply to every test of their file.
-EVERYWHERE = "pytestmark"
+ALWAYS_USED = "pytestmark"
 
 
 class Source:
@@ -37,8 +37,8 @@ class Source:
                 self._add_import(statement)
             elif isinstance(statement, ast.Import):
                 for each in statement.names:
-                    if beside := self._beside(each.name):
-                        self.imports[each.asname or each.name] = beside, None
+                    if sibling := self._sibling(each.name):
+                        self.imports[each.asname or each.name] = sibling, None
             else:
                 for name in _defined(statement):
                     self.uses.setdefault(name, set()).update(_names(statement))
@@ -48,17 +48,17 @@ class Source:
         """Names of test functions and test classes."""
         return [name for name in self.uses if name.lower().startswith("test")]
 
-    def _beside(self, module: str) -> Path | None:
+    def _sibling(self, module: str) -> Path | None:
         path = self.path.parent / f"{module}.py"
-        return path if module not in ENDS and path.exists() else None
+        return path if module not in NOT_SEARCHED and path.exists() else None
 
     def _add_import(self, statement: ast.ImportFrom) -> None:
-        beside = self._beside(statement.module or "") if statement.level == 0 else None
-        for each in statement.names if beside else ():
+        sibling = self._sibling(statement.module or "") if statement.level == 0 else None
+        for each in statement.names if sibling else ():
             if each.name == "*":
-                self.stars.append(beside)
+                self.stars.append(sibling)
             else:
-                self.imports[each.asname or each.name] = beside, each.name
+                self.imports[each.asname or each.name] = sibling, each.name
 
 
 @functools.cache
@@ -68,11 +68,11 @@ def read(path: Path) -> Source:
 
 
 @functools.cache
-def asks(path: Path, test: str, kinds: frozenset[str]) -> bool:
+def uses_backend(path: Path, test: str, kinds: frozenset[str]) -> bool:
     """Returns True if a test, given by its function's name, uses one of the kinds."""
     seeds = set().union(*(SEEDS.get(kind, set()) for kind in kinds))
     seen: set[tuple[Path, str]] = set()
-    todo = [(path, test), (path, EVERYWHERE)]
+    todo = [(path, test), (path, ALWAYS_USED)]
     while todo:
         where, name = todo.pop()
         if (where, name) in seen:
@@ -92,10 +92,10 @@ def _followed(path: Path, name: str, used: set[str]) -> Iterator[tuple[Path, str
         if each in source.uses:
             yield path, each
         if each in source.imports:
-            beside, original = source.imports[each]
+            sibling, original = source.imports[each]
             # A module's names appear as attributes, hence in ``used``.
-            yield from ((beside, n) for n in (used if original is None else {original}))
-        yield from ((beside, each) for beside in source.stars)
+            yield from ((sibling, n) for n in (used if original is None else {original}))
+        yield from ((sibling, each) for sibling in source.stars)
 
 
 def _defined(statement: ast.stmt) -> list[str]:
