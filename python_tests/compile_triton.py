@@ -60,13 +60,13 @@ def architectures(kernel: str, has_products: bool) -> list[str]:
     oldest, is_first = triton.__version__.startswith("3.6."), kernel not in _kernels
     _kernels.add(kernel)
     everywhere = has_products and kernel.endswith(("-tf32x3-fp32", "-fp16"))
-    wanted = {
+    selected = {
         "sm_80": is_first and everywhere,
         "sm_90": is_first or not oldest,
         "sm_100": is_first and everywhere,
         "gfx942": is_first and not oldest,
     }
-    return [name for name in TARGETS if wanted[name]]
+    return [name for name in TARGETS if selected[name]]
 
 
 def compile_instead(self: JITFunction, *args, grid, warmup, **kwargs) -> None:

@@ -224,11 +224,11 @@ def only_weights(case: Case) -> tuple[Tensor, bool, list[str]]:
     given = batch(case, 0, [rank])
     weights = torch.ones(len(given.values()), requires_grad=True)
     given = type(given)(given.keys(), given.values(), lengths=given.lengths(), weights=weights)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         model(given).sum().backward()
         requires = model(batch(case, 1, [rank])).requires_grad
-    return weights.grad, requires, [str(warning.message) for warning in told]
+    return weights.grad, requires, [str(warning.message) for warning in warned]
 
 
 def step_by_torch(case: sequences.Sequences, model: nn.Module, ranks: list[int]) -> list:

@@ -267,9 +267,9 @@ def run_elsewhere(case: Case, device: str | None) -> tuple[list[Tensor], dict[st
     ebc, plan, outputs = collection(case), plan_of(case, env.world_size), []
     with contextlib.nullcontext() if device is None else elsewhere(), torch.device(device or "cpu"):
         tables = sharder.shard(ebc, plan, env)
-        for features, wanted in samples:
+        for features, expected in samples:
             outputs.append(tables(features).values())
-            (outputs[-1].float() * wanted).sum().backward()
+            (outputs[-1].float() * expected).sum().backward()
             rk.distributed.clip_grad_norm_(tables, 1.0)
         tables.load_state_dict(tables.state_dict())
         outputs += [] if ebc.optimizer is None else [tables.lr]
@@ -338,17 +338,17 @@ def loop_and_pipeline(made: Callable[[], tuple[nn.Module, Any]], data: list) -> 
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
     model, optimizer = made()
-    wanted = []
+    expected = []
     for features in data:
         optimizer.zero_grad()
         loss, out = model(features)
         loss.backward()
         optimizer.step()
-        wanted.append(out.detach().clone())
+        expected.append(out.detach().clone())
     model, optimizer = made()
     pipeline, batches = TrainPipelineSparseDist(model, optimizer, torch.device("cpu")), iter(data)
     got = [pipeline.progress(batches).detach().clone() for _ in data]
-    equal = [torch.equal(a, b) for a, b in zip(got, wanted, strict=True)]
+    equal = [torch.equal(a, b) for a, b in zip(got, expected, strict=True)]
     return equal, [type(module).__name__ for module in pipeline._pipelined_modules]
 
 

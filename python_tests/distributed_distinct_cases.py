@@ -171,10 +171,10 @@ def by_feature(given: Distinct) -> tuple:
     plain = own_batch(Distinct(given.case, ("plain",) * len(given.kinds)), 0, rank)
     same = []
     for one in (grouped, plain):
-        wanted = tables(one).to_dict()
+        expected = tables(one).to_dict()
         # The other ranks call forward().
         got = tables.by_feature(one) if rank == 0 else tables(one).to_dict()
-        same.append(list(got) == list(wanted) and all(torch.equal(got[key], wanted[key]) for key in wanted))
+        same.append(list(got) == list(expected) and all(torch.equal(got[key], expected[key]) for key in expected))
     return found, state, same
 
 

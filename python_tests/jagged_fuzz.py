@@ -132,8 +132,8 @@ def _check_permute(r: random.Random, rows: BadRows, ops) -> None:
     size = known if total is None else total
     batch = rows.batch
     found = ops.jagged_permute(batch.values, batch.offsets, permute, batch.strides, batch.weights, total)
-    wanted = (_fitted(expected, size), offsets.clamp(max=size), _fitted(weights, size))
-    assert all(map(same_bits, found[:3], wanted))
+    fitted = (_fitted(expected, size), offsets.clamp(max=size), _fitted(weights, size))
+    assert all(map(same_bits, found[:3], fitted))
     first = min(rows.first, INT64_MAX if size == len(expected) else len(bags))
     _check_status(found[3], first, 0)
 
@@ -164,14 +164,14 @@ def _check_bucketize(r: random.Random, rows: BadRows, ops) -> None:
                 shift[i], moved[i] = int(values[i]) - inside, inside
     first, last = bounds[0], bounds[-1]
     named = slice(first, last)
-    wanted = jagged_bucketize(
+    expected = jagged_bucketize(
         moved[named], batch.offsets - first, torch.tensor(blocks), buckets, batch.strides, batch.weights[named]
     )
-    locals_ = wanted[0].index_add(0, wanted[3], shift[named])
+    locals_ = expected[0].index_add(0, expected[3], shift[named])
     assert same_bits(out, _fitted(locals_.to(values.dtype), len(values)))
-    assert same_bits(offsets, wanted[1])
-    assert same_bits(weights, _fitted(wanted[2], len(values)))
-    assert same_bits(positions[named], wanted[3])
+    assert same_bits(offsets, expected[1])
+    assert same_bits(weights, _fitted(expected[2], len(values)))
+    assert same_bits(positions[named], expected[3])
     assert (positions[:first] == -1).all()
     assert (positions[last:] == -1).all()
     _check_status(status, min([INT64_MAX, *outside]), len(outside))
@@ -228,19 +228,19 @@ def _check_shared(r: random.Random, ops) -> None:
     own = {k: v for k, v in layout.items() if k != "groups"}
     own |= {"output_offsets": torch.zeros(len(widths), dtype=torch.int64), "output_dim": max(widths)}
     pooled, _ = ops.embedding_bag(weights, **own)
-    wanted, sums, bad = [], [], []
+    expected, sums, bad = [], [], []
     for f, (g, block) in enumerate(zip(groups, grad.split(widths, dim=1), strict=True)):
         numbers = torch.arange(batch) if g < 0 else inverse[g]
         rows = pooled[starts[f] : starts[f + 1], : widths[f]]
         out, status = ops.expand(rows, numbers)
-        wanted.append(out)
+        expected.append(out)
         sums.append(
             torch.nn.functional.pad(ops.expand_backward(block, numbers, sizes[f]), (0, max(widths) - widths[f]))
         )
         if status[0] != INT64_MAX:
             bad.append(BAD_LAYOUT + 1 + len(layout["offsets"]) + g * batch + int(status[0]))
     output, status = ops.embedding_bag(weights, **layout, inverse=inverse)
-    assert same_bits(output, torch.cat(wanted, dim=1))
+    assert same_bits(output, torch.cat(expected, dim=1))
     assert status[0] == min(bad, default=INT64_MAX)
     dense = ops.embedding_bag_backward_dense(torch.cat(sums), list(weights.shape), **own)
     found = ops.embedding_bag_backward_dense(grad, list(weights.shape), **layout, inverse=inverse)

@@ -252,8 +252,8 @@ def outcome(mutant: Mutant, tiers: list[str]) -> str:
     assert before.count(mutant.old) == 1, f"{mutant.file} has {mutant.old!r} {before.count(mutant.old)} times"
     path.write_text(before.replace(mutant.old, mutant.new))
     try:
-        if mutant.file.startswith("csrc/") and (said := build()):
-            return f"not compiled: {said}"
+        if mutant.file.startswith("csrc/") and (message := build()):
+            return f"not compiled: {message}"
         for tier in tiers:
             if test := found_by(mutant, tier):
                 return f"found by the {'default' if tier.startswith('not') else 'full'} tier: {test}"
@@ -268,14 +268,14 @@ def main() -> int:
     parser.add_argument("--tier", choices=("default", "full"), default="default")
     given = parser.parse_args()
     copy_sources()
-    if said := build():
-        print(said)
+    if message := build():
+        print(message)
         return 1
     tiers, missed = ["not full", "full"][: 1 + (given.tier == "full")], 0
     for number in given.numbers or range(len(MUTANTS)):
-        said = outcome(MUTANTS[number], tiers)
-        missed += said == "NOT FOUND"
-        print(f"{number:2} {MUTANTS[number].file}: {said}", flush=True)
+        message = outcome(MUTANTS[number], tiers)
+        missed += message == "NOT FOUND"
+        print(f"{number:2} {MUTANTS[number].file}: {message}", flush=True)
     return int(missed > 0)
 
 

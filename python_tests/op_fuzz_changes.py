@@ -101,8 +101,8 @@ def _text(t: Tensor) -> str:
 def _dtype(r: random.Random, before: Tensor, _: dict) -> tuple[Tensor, str]:
     """Changes the dtype; half of the time to one of the same kind."""
     integers = [torch.int32, torch.int64]
-    alike = integers if before.dtype in integers else [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-    after = before.detach().to(r.choice(alike if r.random() < 0.5 else DTYPES))
+    same_kind = integers if before.dtype in integers else [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    after = before.detach().to(r.choice(same_kind if r.random() < 0.5 else DTYPES))
     return after, f"to {_text(after)}"
 
 

@@ -107,9 +107,9 @@ def check(bad: BadCall, seed: int, backend: Backend) -> None:
 
 def _check(cached: CachedCall, bad: BadCall, backend: Backend) -> None:
     if bad.expected_error is None:
-        (found, state), (expected, wanted) = cached.everything(backend.ops), cached.everything(CPU)
+        (found, state), (expected, expected_state) = cached.everything(backend.ops), cached.everything(CPU)
         assert all(map(same_bits, found, expected)), "other results than the CPU's"
-        different = _differing(normalized(state), normalized(wanted))
+        different = _differing(normalized(state), normalized(expected_state))
         assert not different, different
     elif bad.expected_error.status_code is None or backend.kind == "cpu":
         for op in ("row_cache_insert_", "row_cache_lookup"):

@@ -82,12 +82,12 @@ def test_compiles(op: Callable, given: tuple[Tensor, Tensor], backend: str) -> N
     torch.manual_seed(0)
     model = Model(op, given)
     given = tuple(t.requires_grad_() for t in given)
-    wanted = (*model.parameters(), *given)
+    inputs = (*model.parameters(), *given)
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     results = []
     for function in (compiled, model):
         out = function(*given)
-        results.append((out, *torch.autograd.grad(out.sum(), wanted)))
+        results.append((out, *torch.autograd.grad(out.sum(), inputs)))
     tolerance = 0.0 if backend == "aot_eager" else 2**-6
     for mine, right in zip(*results, strict=True):
         assert mine.dtype == torch.float32

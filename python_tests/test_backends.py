@@ -85,13 +85,13 @@ def test_tests_that_ask_for_no_backend_are_left_out() -> None:
     """Imported names, nested helpers, fixtures and arguments select a test; without any it is deselected."""
     SELECTED.clear()
     SELECTED.add("cuda")
-    asking = {
+    using = {
         "learning_rates": "test_wrong_rates",
         "every_id": "test_row_is_the_remainder",
         "row_formats": "test_matches_reference",
         "cuda_graph": "test_torch_sees_no_wait",
     }
-    for name, test in asking.items():
+    for name, test in using.items():
         assert not is_deselected(HERE / f"test_{name}.py", test), test
     for name, test in {"row_cache_disk_state": "test_killed", "grad_scaler_state": "test_compiled"}.items():
         assert is_deselected(HERE / f"test_{name}.py", test), test
@@ -99,13 +99,13 @@ def test_tests_that_ask_for_no_backend_are_left_out() -> None:
     def item(name: str) -> SimpleNamespace:
         return SimpleNamespace(path=HERE / "test_learning_rates.py", cls=None, originalname=name, name=f"{name}[0]")
 
-    names, gone = ["test_groups", "test_wrong_rates"], []
-    hook = SimpleNamespace(pytest_deselected=lambda items: gone.extend(items))
+    names, removed = ["test_groups", "test_wrong_rates"], []
+    hook = SimpleNamespace(pytest_deselected=lambda items: removed.extend(items))
     for argument, left in ((HERE, names[1:]), (HERE / "test_learning_rates.py::test_groups", names)):
         items = [item(name) for name in names]
         conftest.pytest_collection_modifyitems(SimpleNamespace(args=[str(argument)], hook=hook), items)
         assert [each.originalname for each in items] == left
-    assert [each.originalname for each in gone] == names[:1]
+    assert [each.originalname for each in removed] == names[:1]
 
 
 def test_what_asks_is_found_in_its_source(tmp_path: Path) -> None:

@@ -161,20 +161,20 @@ def test_who_is_ahead() -> None:
 
 def test_constants_of_the_docs() -> None:
     page = (ROOT / "docs" / "gpu-model.md").read_text()
-    for said in (
+    for text in (
         f"{model.LATENCY_NS:.0f} ns",
         f"{model.KERNEL_US} µs per launch",
         f"as {model.ROW_OVERHEAD} more bytes",
     ):
-        assert said in page
-    for said in (
+        assert text in page
+    for text in (
         f"{H100.l2 / 1000} TB/s, 50 MB",
         f"132, {H100.clock_ghz} GHz",
         f"factor of {expected.READ} either way",
         f"{expected.START_US} µs, {expected.SORT_PASS_US} µs per pass, {expected.RUNS_US:.0f} µs",
         f"x {expected.TAKEN}",
     ):
-        assert said in page
+        assert text in page
 
 
 # Paths through machine code

@@ -72,8 +72,8 @@ def test_arguments_of_run(capsys: pytest.CaptureFixture) -> None:
     assert (quick.passes, quick.rounds, quick.skip_tests) == (1, run.QUICK_ROUNDS, True)
     with pytest.raises(SystemExit, match="0"):
         run.arguments(["--help"])
-    said = capsys.readouterr().out
-    assert all(f"  {name} " in said for name in (*run.BENCHED, *NAMED))
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text for name in (*run.BENCHED, *NAMED))
 
 
 def test_commit_and_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def test_differences_of_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ours", "torch", "said"),
+    ("ours", "torch", "verdict"),
     [
         ([t * 0.8 for t in STEADY], STEADY, "faster"),
         ([t * 1.2 for t in STEADY], STEADY, "slower"),
@@ -212,11 +212,11 @@ def test_differences_of_runs() -> None:
         ([t * 1.5 for t in STEADY], [t * 1.3 for t in STEADY], "slower"),
     ],
 )
-def test_verdicts(ours: list[float], torch: list[float], said: str) -> None:
+def test_verdicts(ours: list[float], torch: list[float], verdict: str) -> None:
     """Verdicts follow from an interval and from the change of torch's time between the runs."""
     before = document({"ours": STEADY, "torch": STEADY})["results"]["g"]
     after = document({"ours": ours, "torch": torch})["results"]["g"]
-    assert compare.compare_group(before, after, None)["ours"][1] == said
+    assert compare.compare_group(before, after, None)["ours"][1] == verdict
 
 
 def test_against_takes_the_machine_out() -> None:

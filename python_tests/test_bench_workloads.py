@@ -128,8 +128,8 @@ def test_reuse_is_the_published_one(reuse: dict[float, float], published: float)
     counts = np.unique(ids, return_counts=True)[1]
     assert counts.mean() == pytest.approx(published, rel=0.005)
     for least in (1.5, 8, 100, 1000):
-        wanted = sum(share for count, share in reuse.items() if count > least) / sum(reuse.values())
-        assert counts[counts > least].sum() / len(ids) == pytest.approx(wanted, abs=0.01)
+        expected = sum(share for count, share in reuse.items() if count > least) / sum(reuse.values())
+        assert counts[counts > least].sum() / len(ids) == pytest.approx(expected, abs=0.01)
 
 
 def test_hot_rows_stay_and_cold_rows_change() -> None:

@@ -56,12 +56,12 @@ def test_an_op_by_name(built: Path) -> None:
 def test_a_layout_of_tables(built: Path, tmp_path: Path) -> None:
     """call_op.cpp prints two tables' layout as Python does."""
     tables = tmp_path / "tables.pt"
-    said = run(sys.executable, SOURCES / "save_tables.py", tables)
+    expected = run(sys.executable, SOURCES / "save_tables.py", tables)
     done = run(built / "call_op", LIBRARY, tables)
-    assert (said.returncode, done.returncode) == (0, 0), said.stderr + done.stderr
+    assert (expected.returncode, done.returncode) == (0, 0), expected.stderr + done.stderr
     printed = done.stdout.split("[ CPUFloatType{3,4} ]")[1].split("[ CPUFloatType{2,6} ]")[0]
     numbers = [float(n) for n in re.findall(r"-?\d+\.\d+", printed)]
-    assert numbers == [float(n) for n in re.findall(r"-?\d+\.\d*", said.stdout)]
+    assert numbers == [float(n) for n in re.findall(r"-?\d+\.\d*", expected.stdout)]
     assert len(numbers) == 12
 
 

@@ -185,8 +185,8 @@ UPDATES = {
 @pytest.mark.full
 def test_lookups_stay_as_fast_as_they_were(functions, usage) -> None:
     """Lookups stay within their limits; a change that exceeds one updates this table and docs/gpu-results.md."""
-    wanted = re.compile(r"11pool_kernel.*(Li32ELi[124]|Li16ELi2)ELb")
-    kernels = [machine_code.compiled(s, usage[s], code) for s, code in functions if wanted.search(s)]
+    pattern = re.compile(r"11pool_kernel.*(Li32ELi[124]|Li16ELi2)ELb")
+    kernels = [machine_code.compiled(s, usage[s], code) for s, code in functions if pattern.search(s)]
     for (format, weighted), widths in LOOKUPS.items():
         narrow = "16, 2" if format in HALF_THE_LANES else "32, 1"
         for columns, (instructions, blocks, waited) in zip((narrow, "32, 2", "32, 4"), widths, strict=False):
@@ -198,8 +198,8 @@ def test_lookups_stay_as_fast_as_they_were(functions, usage) -> None:
 
 def test_no_lookup_spills(usage) -> None:
     """Neither lookups nor the gradient of per_sample_weights, with as many rows in flight, spill."""
-    wanted = re.compile(r"\d(pool_\w*|(composed_)?weight_gradient_)kernel")
-    kernels = [machine_code.compiled(s, text, "") for s, text in usage.items() if wanted.search(s)]
+    pattern = re.compile(r"\d(pool_\w*|(composed_)?weight_gradient_)kernel")
+    kernels = [machine_code.compiled(s, text, "") for s, text in usage.items() if pattern.search(s)]
     assert len(kernels) >= 12 + 4 * 11 + 3 * 7 + 3 * 4 * 2 + 2 * (6 + 7 * 3) + 2
     for k in kernels:
         assert k.stack == 0, k

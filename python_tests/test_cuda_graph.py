@@ -280,8 +280,8 @@ def _calls(code: str, names: str) -> list[tuple[str, str]]:
 
 def _device_sources() -> list[Path]:
     """Source files of librec_kernels_cuda.so."""
-    rooms = ("core", "rows", "embedding_bag", "row_cache", "jagged", "dense")
-    files = [path for room in rooms for path in sorted((ROOT / "csrc" / room).rglob("*.*"))]
+    folders = ("core", "rows", "embedding_bag", "row_cache", "jagged", "dense")
+    files = [path for folder in folders for path in sorted((ROOT / "csrc" / folder).rglob("*.*"))]
     return [path for path in files if path.parent.name != "cpu"]
 
 

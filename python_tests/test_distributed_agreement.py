@@ -86,8 +86,8 @@ def test_replicas_that_ranks_treat_apart(optimizer: str) -> None:
         assert alone.startswith(f"RuntimeError: {used}")
         assert flags.startswith("RuntimeError: ranks must run the backwards")
         assert "requires_grad of replicas differ" in flags
-        for told in (after, after_failing):
-            assert "have made different numbers of updates, as an exception has ended a backward, or an accu" in told
+        for error in (after, after_failing):
+            assert "have made different numbers of updates, as an exception has ended a backward, or an accu" in error
         assert loaded == "none"
 
 
@@ -106,9 +106,9 @@ def test_replicas_that_a_loss_uses(case: Case) -> None:
     """Replicas trained by torch's optimizers raise on all ranks if one rank's loss makes them differ."""
     first, second = pool(2).run(HERE, "replicas_of_torch", case)
     assert first == second
-    *alike, told = first
-    assert alike == ["none", "none"]
-    assert "; replicas of data_parallel tables differ, as a loss of one rank has used" in told
+    *first_steps, error = first
+    assert first_steps == ["none", "none"]
+    assert "; replicas of data_parallel tables differ, as a loss of one rank has used" in error
 
 
 def test_data_that_one_rank_cannot_begin_to_read() -> None:
@@ -126,14 +126,14 @@ def test_settings_of_sharded_collections() -> None:
         *["TypeError: a ShardedEmbeddingBagCollection cannot be copied or pickled, as it belongs"] * 3,
         "RuntimeError: reset_parameters() of ShardedEmbeddingBagCollection: the rows of its tables are drawn once",
     ]
-    for (bounds, decay, frozen, *refused, unlike), rate, rule, total in pool(2).run(
+    for (bounds, decay, frozen, *others, different), rate, rule, total in pool(2).run(
         HERE, "settings", Case(optimizer="sgd")
     ):
         assert bounds == "ValueError: bounds_check must be 'error', 'ignore' or 'none', got 'warn'"
         assert decay.startswith("ValueError: weight_decay = 0.5 must be 0.0")
         assert frozen.startswith("RuntimeError: on rank 0, requires_grad of tables was changed inside accumulate()")
-        assert all(error.startswith(begin) for error, begin in zip(refused, begins, strict=True)), refused
-        assert unlike.startswith(
+        assert all(error.startswith(begin) for error, begin in zip(others, begins, strict=True)), others
+        assert different.startswith(
             "ValueError: bounds_check must be the same on all ranks: rank 0 has 'error', and rank 1 h"
         )
         assert (rate, rule, total) == (0.75, "ignore", 0.0)
@@ -142,9 +142,9 @@ def test_settings_of_sharded_collections() -> None:
 @pytest.mark.parametrize("optimizer", ["torch", *full("sgd")])
 def test_weights_that_other_layers_share(optimizer: str) -> None:
     """An output layer that shares the weight of a sharded table raises on all ranks."""
-    for *told, alone in pool(2).run(HERE, "shared_weight", Case(optimizer=optimizer)):
+    for *errors, alone in pool(2).run(HERE, "shared_weight", Case(optimizer=optimizer)):
         assert alone.startswith("RuntimeError: the weight of a whole table, which was sharded, is used beside lookups")
-        for error in told:
+        for error in errors:
             assert error.startswith("RuntimeError: on rank 1, the weight of a whole table, which was sharded, is used")
 
 
@@ -194,9 +194,11 @@ def test_messages_of_other_collectives() -> None:
 
 def test_refusals_of_all_ranks() -> None:
     """A rank without a plan stops all ranks; a wrong row format is reported for the whole table."""
-    (no_plan, loaded), (told, others) = pool(2).run(HERE, "planner_and_format_errors", Case("row_wise", "int8", "sgd"))
+    (no_plan, loaded), (other_error, others) = pool(2).run(
+        HERE, "planner_and_format_errors", Case("row_wise", "int8", "sgd")
+    )
     assert no_plan.startswith("PlannerError")
-    assert told.startswith(f"OtherRankError: another rank has found no plan: rank 0: {no_plan[:40]}")
+    assert other_error.startswith(f"OtherRankError: another rank has found no plan: rank 0: {no_plan[:40]}")
     for error in (loaded, others):
         assert "embedding_bags.t0.weight has rows of format fp32, the collection's are int8, and ranks conv" in error
 

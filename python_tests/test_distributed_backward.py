@@ -50,10 +50,10 @@ def test_lookups_of_one_backward(plan: str, format: str) -> None:
 @pytest.mark.parametrize("case", [Case(optimizer="sgd"), Sequences(optimizer="sgd", sizes=(8, 8))])
 def test_outputs_that_one_rank_reads_first(case: Case | Sequences) -> None:
     """Reading an output early on one rank, as for a log, changes no gradient: all ranks send them in one order."""
-    alike = pool(2).run(HERE, "read_first", case, None)
+    expected = pool(2).run(HERE, "read_first", case, None)
     for mode in ("enable_grad", "no_grad", "inference_mode"):
-        for got, wanted in zip(pool(2).run(HERE, "read_first", case, 0, mode), alike, strict=True):
-            assert all(map(_same_blocks, got, wanted)), mode
+        for got, want in zip(pool(2).run(HERE, "read_first", case, 0, mode), expected, strict=True):
+            assert all(map(_same_blocks, got, want)), mode
 
 
 @pytest.mark.parametrize("way", ["log", "by_feature"])
@@ -61,12 +61,12 @@ def test_layers_beside_outputs_that_one_rank_reads_first(way: str) -> None:
     """Collectives of DDP stay in order if one rank reads the output before it calls the layers."""
     case = Case(optimizer="sgd")
     found = pool(2).run(HERE, "with_dense_layers", case, (way, ""))
-    for got, wanted in zip(found, pool(2).run(HERE, "with_dense_layers", case, ("", "")), strict=True):
-        assert _same_blocks(got, wanted)
+    for got, expected in zip(found, pool(2).run(HERE, "with_dense_layers", case, ("", "")), strict=True):
+        assert _same_blocks(got, expected)
 
 
-def _same_blocks(found: dict[str, list], wanted: dict[str, list]) -> bool:
-    return all(same_bits(a, b) for n in wanted for (_, a), (_, b) in zip(found[n], wanted[n], strict=True))
+def _same_blocks(found: dict[str, list], expected: dict[str, list]) -> bool:
+    return all(same_bits(a, b) for n in expected for (_, a), (_, b) in zip(found[n], expected[n], strict=True))
 
 
 def test_numbers_of_nodes() -> None:
@@ -107,9 +107,9 @@ def test_unlike_backwards() -> None:
     assert errors == others
     assert same
     assert same_there
-    told = [re.findall(r"(rank \d updates with .*?, scale \d)", error) for error in errors]
+    updates = [re.findall(r"(rank \d updates with .*?, scale \d)", error) for error in errors]
     together = "lookup 1 together with others of the same backward, scale 0"
-    assert told == [
+    assert updates == [
         [f"rank 0 updates with {together}", "rank 1 updates with lookup 1 at once, scale 0"],
         ["rank 0 updates with lookup 3 at once, scale 0", "rank 1 updates with lookup 2 at once, scale 0"],
         ["rank 0 updates with lookup 4 at once, scale 0", "rank 1 updates with lookup 4 at once, scale 2"],
@@ -184,7 +184,7 @@ def test_optimizers_of_torch(plan: str, pooling: str, format: str) -> None:
 def test_tables_that_nothing_trains() -> None:
     """Without an optimizer, outputs of uint8 tables require gradients only with per-sample weights."""
     case = Case("row_wise", "int8", "torch")
-    for rank, (grad, requires, told) in enumerate(pool(2).run(HERE, "only_weights", case)):
+    for rank, (grad, requires, warned) in enumerate(pool(2).run(HERE, "only_weights", case)):
         given = batch(case, 0, [rank])
         weights = torch.ones(len(given.values()), requires_grad=True)
         Model(collection(case))(
@@ -192,7 +192,7 @@ def test_tables_that_nothing_trains() -> None:
         ).sum().backward()
         assert same_bits(grad, weights.grad)
         assert not requires
-        assert sum("a collection whose tables nothing trains" in text for text in told) == 1
+        assert sum("a collection whose tables nothing trains" in text for text in warned) == 1
 
 
 @pytest.mark.parametrize("plan", ["mixed", *full("row_wise", "one_rank")])

@@ -29,11 +29,11 @@ def test_training(kind: str, plan: str, other: str, optimizer: str, tmp_path: Pa
     check_trained(found, case, outputs, state)
     narrow = [f"embedding_bags.t{i}.projection" for i in range(3)] if kind == "narrow" else []
     assert [name for name in grads if name.endswith("projection")] == narrow
-    for name, wanted in grads.items():
+    for name, expected in grads.items():
         own = [rank["grads"][name] for rank in found if name in rank["grads"]]
         assert len(own) == (2 if plan == "data_parallel" else 1)
         for each in own:
-            assert all(same_bits(a, b) for a, b in zip(each, wanted, strict=True))
+            assert all(same_bits(a, b) for a, b in zip(each, expected, strict=True))
     if optimizer != "torch" and plan == "table_wise":  # t0 and t2 are on rank 1
         assert [own["names"] for own in found] == ([narrow[1:2], [narrow[0], narrow[2]]] if narrow else [[], []])
 
@@ -59,11 +59,11 @@ def test_global_mean(plan: str) -> None:
     model = Model(collection(case))
     out = model(batch(case, 0, [0, 1]))
     ((out * coefficients(case, 0, [0, 1])).sum() / len(out)).backward()
-    wanted = [model.ebc.embedding_bags[f"t{i}"].projection.grad for i in range(3)]
+    expected = [model.ebc.embedding_bags[f"t{i}"].projection.grad for i in range(3)]
     if plan == "table_wise":
         found = [[found[1][0], found[0][0], found[1][1]]]
     for own in found:
-        for got, want in zip(own, wanted, strict=True):
+        for got, want in zip(own, expected, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 

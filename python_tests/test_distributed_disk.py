@@ -51,9 +51,9 @@ def test_prefetch(plan: str, tmp_path: Path) -> None:
     begun = dict(collection(case).state_dict())
     found = pool(2).run(HERE, "read_ahead", case, begun, str(tmp_path))
     check_found([own[:2] for own in found], *one_process_of(case))
-    for rank, (*_, asked) in enumerate(found):
-        assert len(asked) == (0 if plan == "one_rank" and rank == 1 else case.steps)
-        assert all(count > 0 for count in asked)
+    for rank, (*_, counts) in enumerate(found):
+        assert len(counts) == (0 if plan == "one_rank" and rank == 1 else case.steps)
+        assert all(count > 0 for count in counts)
 
 
 def test_reports(tmp_path: Path) -> None:

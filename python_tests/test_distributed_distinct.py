@@ -113,10 +113,10 @@ def test_what_travels() -> None:
     """Pooled rows of distinct bags are sent, independent of the number of samples."""
     given = Distinct(Case("table_wise", sizes=(40, 40)))  # rank 0 has t1, rank 1 t0 and t2; two features use t2
     bags = [20, 21, 22, 23]
-    asked = [bags[0] + bags[2] + bags[3], bags[1]]  # by rank 0 from rank 1, and by rank 1 from rank 0
+    requested = [bags[0] + bags[2] + bags[3], bags[1]]  # by rank 0 from rank 1, and by rank 1 from rank 0
     assert pool(2).run(HERE, "values_sent", given) == [
-        [asked[1] * DIM, asked[0] * DIM + 7],
-        [asked[0] * DIM, asked[1] * DIM + 7],
+        [requested[1] * DIM, requested[0] * DIM + 7],
+        [requested[0] * DIM, requested[1] * DIM + 7],
     ]
 
 

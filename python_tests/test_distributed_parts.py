@@ -104,7 +104,7 @@ def test_training_of_products(optimizer: str, tmp_path: Path) -> None:
         torch.testing.assert_close(block, state["embedding_bags.t2_0.weight"][place], rtol=1e-5, atol=1e-6)
 
 
-def asked_for(given: Distinct, rank: int, *, distinct: bool) -> int:
+def rows_requested(given: Distinct, rank: int, *, distinct: bool) -> int:
     """Rows of parts that a rank requests from the other."""
     from rec_kernels.distributed.table_parts import part_block
 
@@ -124,10 +124,10 @@ def asked_for(given: Distinct, rank: int, *, distinct: bool) -> int:
 def test_what_travels(row_wise: str) -> None:
     """Rows of multiplied parts and their gradients are sent once per rank, or per id with row_wise="exact"."""
     given = Distinct(case_of("mult", row_wise=row_wise, sizes=(40, 40)), ("plain", "plain"))
-    asked = [asked_for(given, rank, distinct=row_wise == "ordered") for rank in range(2)]
+    requested = [rows_requested(given, rank, distinct=row_wise == "ordered") for rank in range(2)]
     assert pool(2).run("distributed_distinct_cases", "values_sent", given) == [
-        [asked[1] * DIM, asked[0] * DIM + 7],
-        [asked[0] * DIM, asked[1] * DIM + 7],
+        [requested[1] * DIM, requested[0] * DIM + 7],
+        [requested[0] * DIM, requested[1] * DIM + 7],
     ]
 
 

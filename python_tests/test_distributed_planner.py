@@ -102,9 +102,9 @@ def check_bytes(case: Case) -> None:
         for table in {parts.owners[piece.shard.table] for piece in own}:
             blocks = [s for s in shards if s.table == table and s.rank == rank]
             found = [shard_bytes(whole, whole.tables[table], s.rows, s.columns, s.first_row) for s in blocks]
-            told = [t for owner, t in report if owner == table]
+            reported = [t for owner, t in report if owner == table]
             for i, key in enumerate(("weight_bytes", "state_bytes", "cache_bytes")):
-                assert sum(each[i] for each in found) == sum(t.get(key, 0) for t in told)
+                assert sum(each[i] for each in found) == sum(t.get(key, 0) for t in reported)
 
 
 def test_bytes_of_parts() -> None:
@@ -164,10 +164,10 @@ def test_plans() -> None:
     uneven = planned(tables_of([1000] * 7))[0]
     assert sorted(uneven.values()) == ["row_wise"] + ["table_wise"] * 6
     held = 100_000 * 16 * 4 * 3  # with Adam's state
-    room = {"ddr_cap": held * 3 // 4, "lengths": {f"f{i}": 4 for i in range(4)}}
+    limits = {"ddr_cap": held * 3 // 4, "lengths": {f"f{i}": 4 for i in range(4)}}
     large = [100_000, 1000, 1000, 1000]
-    assert set(planned(tables_of(large, optimizer=rk.SGD()), **room)[0].values()) == {"table_wise"}
-    assert planned(tables_of(large, optimizer=rk.Adam()), **room)[0]["t0"] == "row_wise"
+    assert set(planned(tables_of(large, optimizer=rk.SGD()), **limits)[0].values()) == {"table_wise"}
+    assert planned(tables_of(large, optimizer=rk.Adam()), **limits)[0]["t0"] == "row_wise"
 
 
 def test_tables_in_host_memory() -> None:

@@ -136,9 +136,9 @@ def test_overflow_on_one_rank() -> None:
     case = Sequences("mixed", "bf16", "adam_bf16", steps=4)
     (scales, first), (others, second) = pool(2).run(HERE, "scaled", case)
     model = Model(collection(case))
-    wanted = train_scaled(case, model, model.sequences, model.sequences.fused_optimizer, [0, 1])
-    assert scales == others == wanted
-    assert wanted[1] == wanted[0] / 2
+    expected = train_scaled(case, model, model.sequences, model.sequences.fused_optimizer, [0, 1])
+    assert scales == others == expected
+    assert expected[1] == expected[0] / 2
     assert differences(dict(model.sequences.state_dict()), [first, second]) == []
 
 
@@ -226,8 +226,8 @@ def test_what_travels(plan: str) -> None:
         owner = ids // -(-ROWS[table] // 2) if plan == "row_wise" else torch.full_like(ids, (table + 1) % 2)
         return int((owner != rank).sum()) * FEATURE_DIMS[f]
 
-    wanted = [sum(away(rank, f, ids) for f, ids in rows[rank]) for rank in range(2)]
-    assert pool(2).run(HERE, "values_sent", case) == [[wanted[1], wanted[0] + 7], [wanted[0], wanted[1] + 7]]
+    expected = [sum(away(rank, f, ids) for f, ids in rows[rank]) for rank in range(2)]
+    assert pool(2).run(HERE, "values_sent", case) == [[expected[1], expected[0] + 7], [expected[0], expected[1] + 7]]
 
 
 def _features(case: Sequences, rank: int) -> list[torch.Tensor]:

@@ -34,10 +34,10 @@ def test_one_rank(plan: str, format: str) -> None:
     given = {f"ebc.{name}": t for name, t in state.items()} | {"dense.weight": torch.ones(1, 2)}
     (other, kept, read), (own, kept_too, too) = pool(2).run(HERE, "load_forged", case, list(WRONG), given)
     assert len(own) == len(other) == len(WRONG)
-    for text, told, told_other in zip(WRONG.values(), own, other, strict=True):
-        assert text in told
+    for text, error, other_error in zip(WRONG.values(), own, other, strict=True):
+        assert text in error
         before = "another rank cannot load its state, and no rank has loaded any of its tables: rank 1: RuntimeError: "
-        assert told_other == before + told
+        assert other_error == before + error
     assert [kept, kept_too] == [True, True]
     assert differences(state, [read, too]) == []
 

@@ -281,9 +281,9 @@ def test_page() -> None:
 
     case = REFUSED[0][0]
     ebc = collection(case, device="meta")
-    with pytest.raises(ValueError, match="column_wise") as told:
+    with pytest.raises(ValueError, match="column_wise") as raised:
         shards_from_plan(ebc.tables, ebc.optimizer, plan_of(case, 2), 2)
-    assert str(told.value) in " ".join(text.split())
+    assert str(raised.value) in " ".join(text.split())
 
 
 BY_ROWS = "in parts, which can be split by rows only; it can be sharded table_wise, row_wise, table_row"

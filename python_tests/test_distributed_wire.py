@@ -187,10 +187,10 @@ def test_replicas() -> None:
 
 def test_infinite_rows() -> None:
     """A row with a value that the format cannot represent arrives as NaN, and no rank hangs."""
-    (got, wanted), (others, theirs) = pool(2).run(HERE, "infinite", Case(one_id=True, wire=Wire("int8")))
-    assert (got, others) == (wanted, theirs)
-    assert wanted[0]
-    assert not all(wanted)
+    (got, expected), (others, theirs) = pool(2).run(HERE, "infinite", Case(one_id=True, wire=Wire("int8")))
+    assert (got, others) == (expected, theirs)
+    assert expected[0]
+    assert not all(expected)
 
 
 def test_when_it_is_waited_for() -> None:
@@ -205,8 +205,8 @@ def test_collectives(row_wise: str) -> None:
     """A step has five collectives (batch headers, lengths, ids, columns, gradients), and a sixth for sizes of bags."""
     columns = ["reduce_scatter"] if row_wise == "reduce_scatter" else ["all_to_all_single"]
     lengths_and_sizes = ["all_to_all_single"] * (3 if row_wise == "exact" else 2)
-    wanted = [*lengths_and_sizes, "all_to_all_single", *columns, "all_to_all_single"]
-    assert pool(2).run(HERE, "collectives", Case("row_wise", row_wise=row_wise)) == [wanted] * 2
+    expected = [*lengths_and_sizes, "all_to_all_single", *columns, "all_to_all_single"]
+    assert pool(2).run(HERE, "collectives", Case("row_wise", row_wise=row_wise)) == [expected] * 2
 
 
 def test_lazy_containers() -> None:

@@ -129,7 +129,7 @@ def test_configs_that_are_none(text, run, capsys):
     assert f"{run / 'config.json'} is not the config of a run: " in resumed(run, capsys)
 
 
-def spoilt(line: str, **changes) -> str:
+def changed_record(line: str, **changes) -> str:
     return json.dumps(json.loads(line) | changes)
 
 
@@ -139,10 +139,13 @@ def spoilt(line: str, **changes) -> str:
         (lambda line: line[: len(line) // 2], "is not JSON"),
         (lambda line: DEEP, "is not JSON"),
         (lambda line: "[]", "is no record: its kind is None, allowed are train, eval, failed, test"),
-        (lambda line: spoilt(line, kind="more"), "is no record: its kind is 'more', allowed are"),
-        (lambda line: spoilt(line, examples="many"), "is no record: examples is 'many', allowed is a whole number"),
-        (lambda line: spoilt(line, seconds={}), "is no record: seconds has no 'data'"),
-        (lambda line: spoilt(line, loss="low"), "is no record: loss is 'low', allowed is a number"),
+        (lambda line: changed_record(line, kind="more"), "is no record: its kind is 'more', allowed are"),
+        (
+            lambda line: changed_record(line, examples="many"),
+            "is no record: examples is 'many', allowed is a whole number",
+        ),
+        (lambda line: changed_record(line, seconds={}), "is no record: seconds has no 'data'"),
+        (lambda line: changed_record(line, loss="low"), "is no record: loss is 'low', allowed is a number"),
         (lambda line: '{"kind": "train"}', "is no record: it has no 'step'"),
         (lambda line: '{"kind": "eval", "step": 1}', "is no record: it has no 'split'"),
         (lambda line: '{"kind": "failed", "error": "x"}', "is no record: it has no 'step'"),

@@ -172,16 +172,16 @@ def test_what_a_run_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_bad_ids_end_a_run_that_is_told_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run ends by the end of the test, and before anything is saved."""
-    told, check = [], late_errors.LateErrors.check
+    events, check = [], late_errors.LateErrors.check
 
     def recorded(reports: late_errors.LateErrors, position: Tensor) -> None:
-        told.append(reports)
+        events.append(reports)
         check(reports, position)
 
     monkeypatch.setattr(late_errors.LateErrors, "check", recorded)
-    monkeypatch.setattr(checkpoint, "save", lambda *_: told.append("saved"))
+    monkeypatch.setattr(checkpoint, "save", lambda *_: events.append("saved"))
     train(config(tmp_path, valid_fraction=0.3, eval_every=3), progress=False)
-    evaluated, saved, tested = told[:1], told[1:-1], told[-1:]
+    evaluated, saved, tested = events[:1], events[1:-1], events[-1:]
     assert evaluated == saved[:1] == tested
     assert saved[1:] == ["saved"]
 

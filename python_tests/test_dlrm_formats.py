@@ -65,10 +65,10 @@ def test_every_format_trains_and_says_what_it_saves(
     assert {table["format"] for table in test["tables"]} == {format}
     assert all(t["weight_bytes"] == t["num_embeddings"] * rk.row_bytes(format, 16) for t in test["tables"])
     assert test["log_loss"] < 0.7
-    said = report.memory(test["tables"])
-    assert re.search(rf"^tables +{re.escape(said)}$", capsys.readouterr().out, re.MULTILINE)
-    assert f"<td>tables</td><td>{said}</td>" in (run / "report.html").read_text()
-    assert ("less)" in said) == (format != "fp32")
+    line = report.memory(test["tables"])
+    assert re.search(rf"^tables +{re.escape(line)}$", capsys.readouterr().out, re.MULTILINE)
+    assert f"<td>tables</td><td>{line}</td>" in (run / "report.html").read_text()
+    assert ("less)" in line) == (format != "fp32")
 
 
 def test_memory_is_said_in_words() -> None:

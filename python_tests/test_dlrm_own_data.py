@@ -33,7 +33,7 @@ def with_weights(weights):
     return lambda batch: batch._replace(features=bags(batch.features.values(), weights=weights))
 
 
-def spoilt(value):
+def with_dense_value(value):
     def change(batch):
         dense = batch.dense.double()
         dense[3, 1] = value
@@ -46,9 +46,9 @@ def changed(change, split="train", number=1):
     """The tiny data set with a change to one batch of a split, or to all (number None)."""
     data = Changed(TinyData(), lambda batches: batches)
 
-    def batches(wanted, batch_size, start=0):
-        for at, batch in enumerate(TinyData().batches(wanted, batch_size, start), start):
-            yield change(batch) if wanted == split and number in (at, None) else batch
+    def batches(name, batch_size, start=0):
+        for at, batch in enumerate(TinyData().batches(name, batch_size, start), start):
+            yield change(batch) if name == split and number in (at, None) else batch
 
     data.batches = batches
     return data
@@ -79,8 +79,8 @@ WRONG = {
     "sparse": (lambda b: b._replace(dense=b.dense.to_sparse()), "dense has layout torch.sparse_coo, must be torch.str"),
     "shared bags": (lambda b: b._replace(shared=bags(b.features.values()[1:], "s")), "shared has 49 bags for each key"),
     "complex": (lambda b: b._replace(dense=b.dense + 0j), "dense is torch.complex64, must be float32"),
-    "nan": (spoilt(np.nan), r"dense\[3, 1\] is nan, must be a finite number of float32"),
-    "too large": (spoilt(1e300), r"dense\[3, 1\] is 1e\+300, must be a finite number of float32"),
+    "nan": (with_dense_value(np.nan), r"dense\[3, 1\] is nan, must be a finite number of float32"),
+    "too large": (with_dense_value(1e300), r"dense\[3, 1\] is 1e\+300, must be a finite number of float32"),
     "key": (with_ids(lambda ids: ids, key="ID"), r"features has keys \['ID'\], which lack that of feature 'id'"),
     "unused key": (
         lambda b: b._replace(shared=bags(b.features.values(), "s")),
@@ -146,7 +146,7 @@ def test_batches_that_are_none_are_told(batches, message, tmp_path):
 
 def test_wrong_test_rows_are_told(tmp_path):
     with pytest.raises(DataError, match=r"batch 0 of split 'test': dense\[3, 1\] is inf, must be a finite number"):
-        train(config(tmp_path), changed(spoilt(np.inf), "test", 0), progress=False)
+        train(config(tmp_path), changed(with_dense_value(np.inf), "test", 0), progress=False)
 
 
 @pytest.mark.parametrize(

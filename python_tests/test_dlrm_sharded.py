@@ -57,9 +57,9 @@ def test_beside_one_process(tmp_path: Path) -> None:
     assert first["auc"] == second["auc"] == pytest.approx(alone["auc"], abs=1e-3)
     assert first["log_loss"] == pytest.approx(alone["log_loss"], abs=1e-5)
     assert first["train_examples"] == alone["train_examples"] == 720
-    found, wanted = (weights(tmp_path / f, DATA["bags"](), **more) for f in ("two", "alone"))
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
+    found, expected = (weights(tmp_path / f, DATA["bags"](), **more) for f in ("two", "alone"))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=1e-4, msg=lambda text, name=name: name + text)
     found = records(tmp_path / "two" / "run")
     assert sum(record["examples"] for record in found if record["kind"] == "train") == 720
@@ -69,8 +69,8 @@ def test_beside_one_process(tmp_path: Path) -> None:
 
 def test_stopped_and_resumed(tmp_path: Path) -> None:
     """A run of two processes that one is asked to stop resumes on one and on two, up to rounding."""
-    told = on(2, str(tmp_path), "tiny", 3)
-    assert [text.partition(":")[0] for text in told] == ["RunInterruptedError"] * 2
+    errors = on(2, str(tmp_path), "tiny", 3)
+    assert [text.partition(":")[0] for text in errors] == ["RunInterruptedError"] * 2
     assert [path.name for path in (tmp_path / "run").glob("shards-*")] == ["shards-3-0"]
     copy(tmp_path / "run", tmp_path / "copy" / "run")
     alone, shared = on(1, str(tmp_path / "copy"), "tiny", 0, True)[0], on(2, str(tmp_path), "tiny", 0, True)
@@ -103,8 +103,8 @@ def test_row_cache(tmp_path: Path, policy: str) -> None:
 
 def test_loss_that_is_not_finite(tmp_path: Path) -> None:
     """A loss that is not finite stops every process before any update, and names the batch."""
-    for told in on(2, str(tmp_path), "broken"):
-        assert re.match("NotFiniteError: loss is (inf|nan) at step 3 of 7, must be finite: .* batch 2 of the ", told)
+    for error in on(2, str(tmp_path), "broken"):
+        assert re.match("NotFiniteError: loss is (inf|nan) at step 3 of 7, must be finite: .* batch 2 of the ", error)
     assert records(tmp_path / "run")[-1]["kind"] == "failed"
 
 
@@ -129,17 +129,17 @@ def test_an_id_without_a_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", [{"backing": "disk"}, {"embedding": "mixed"}, {"dedup": "windows"}], ids=str)
 def test_refused(tmp_path: Path, option: dict) -> None:
     """Options that sharded tables do not support are rejected by name before there is a run."""
-    (name, value), told = next(iter(option.items())), on(2, str(tmp_path), "tiny", 0, False, option)
-    assert told[0] == told[1]
-    assert told[0].startswith(f"TrainingError: {name} is {value!r}, which tables sharded over several processes")
+    (name, value), errors = next(iter(option.items())), on(2, str(tmp_path), "tiny", 0, False, option)
+    assert errors[0] == errors[1]
+    assert errors[0].startswith(f"TrainingError: {name} is {value!r}, which tables sharded over several processes")
     assert not list(tmp_path.iterdir())
 
 
 def test_other_options(tmp_path: Path) -> None:
     """Different options on processes are rejected."""
-    told = pool(2).run(HERE, "different_seeds", str(tmp_path))
-    assert told[0] == told[1]
-    assert "TrainingError: options of process 1 is TrainConfig(" in told[0]
+    errors = pool(2).run(HERE, "different_seeds", str(tmp_path))
+    assert errors[0] == errors[1]
+    assert "TrainingError: options of process 1 is TrainConfig(" in errors[0]
 
 
 def test_metadata_names_members_of_enums_alone() -> None:

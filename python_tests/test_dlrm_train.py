@@ -191,21 +191,21 @@ def test_whatever_ends_a_run_is_one_line_and_in_its_report(change, message, tmp_
 
 def test_a_failure_is_written_although_the_process_is_told_to_stop(tmp_path, monkeypatch):
     """The failure is recorded although torchrun sends SIGTERM to all processes once one has ended."""
-    told, write = [], report.write
+    signals, write = [], report.write
 
     def interrupted(directory: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         write(directory)
 
     monkeypatch.setattr(report, "write", interrupted)
-    before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))  # instead of ending the tests
+    before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))  # instead of ending the tests
     config = TrainConfig(runs_dir=str(tmp_path), run="bad", device="cpu", batch_size=50)
     try:
         with pytest.raises(DataError, match="is not there"):
             train(config, Changed(TinyData(), lambda batches: itertools.islice(batches, 2)))
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert told == []
+    assert signals == []
     assert records(tmp_path / "bad")[-1]["kind"] == "failed"
     assert (tmp_path / "bad" / "report.html").exists()
 

@@ -77,8 +77,8 @@ def test_a_data_set_that_gives_windows(data: Changed) -> None:
     assert isinstance(next(reader(given, SIZE, dedup="off").batches("train", SIZE)).features, rk.KeyedJaggedTensor)
 
 
-@pytest.mark.parametrize("knows", [False, True])
-def test_weights_are_refused(data: Changed, tmp_path: Path, knows: bool) -> None:
+@pytest.mark.parametrize("deduplicated", [False, True])
+def test_weights_are_refused(data: Changed, tmp_path: Path, deduplicated: bool) -> None:
     """Weights are rejected for plain and for distinct bags; the error names the data set and the option."""
 
     def weighted(batch: Batch) -> Batch:
@@ -86,7 +86,7 @@ def test_weights_are_refused(data: Changed, tmp_path: Path, knows: bool) -> None
         ones = torch.ones(len(shared.values()))
         shared = rk.KeyedJaggedTensor([HISTORY], shared.values(), offsets=shared.offsets(), weights=ones)
         batch = batch._replace(shared=shared)
-        return dedup_batch(batch) if knows else batch
+        return dedup_batch(batch) if deduplicated else batch
 
     given = Changed(data, functools.partial(map, weighted))
     message = rf"{data.name!r}, batch 0 of split 'train': shared has weights, and dedup is 'windows'"

@@ -133,8 +133,8 @@ def test_the_path_of_an_id_names_existing_functions() -> None:
     lines = re.findall(r"^\| `([^`]+)` \| (.+) \|$", section, re.MULTILINE)
     assert len(lines) > 10
     for file, text in lines:
-        beside = [(ROOT / file).parent / name for name in re.findall(r"`(\w+\.(?:h|py))`", text)]
-        code = "".join(path.read_text() for path in [ROOT / file, *beside])
+        neighbours = [(ROOT / file).parent / name for name in re.findall(r"`(\w+\.(?:h|py))`", text)]
+        code = "".join(path.read_text() for path in [ROOT / file, *neighbours])
         assert [name for name in re.findall(r"`(\w+)`", text) if name not in code] == [], file
 
 

@@ -381,8 +381,8 @@ def test_keys_in_another_order(late, offsets: list[int], wrong: str, known: bool
         output = lookup(reordered(offsets, known))
         assert known or same_bits(output, expected(chosen).values())  # with known sizes, bags may not fit
         output.square().sum().backward()
-        told = message(found.check, ValueError)
-        assert told == wrong + LATER or "any of the offsets" in told
+        error = message(found.check, ValueError)
+        assert error == wrong + LATER or "any of the offsets" in error
     assert_same(found, expected)
 
 

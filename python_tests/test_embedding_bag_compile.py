@@ -106,9 +106,9 @@ def _weight(kind: str) -> tuple[Tensor, dict]:
 def test_dynamic_sizes(kind: str, backend: str) -> None:
     """Another batch size and number of ids compile once more, with symbols; then no more."""
     compiled, counter = _compiled(_pooled, backend)
-    weight, said = _weight(kind)
+    weight, options = _weight(kind)
     for batch in (4, 4, 7, 9, 12, 33):
-        arguments = _arguments(batch, 0) | said
+        arguments = _arguments(batch, 0) | options
         assert same_bits(compiled(weight, None, arguments), _pooled(weight, None, arguments))
         assert counter.frame_count == (1 if batch == 4 else 2)
 

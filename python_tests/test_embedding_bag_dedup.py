@@ -352,14 +352,14 @@ def test_late_reports() -> None:
     shared = SharedBags(torch.tensor([[0, 1, 2], [1, 4, 0]]), [0, 1, -1, 1], [2, 3, 3, 3], list("abcd"))
     given = SelectedKeys(torch.zeros(0, dtype=torch.int64), torch.zeros(12, dtype=torch.int64), None, shared.sizes)
     later = "; found on the GPU, in an earlier lookup of this collection"
-    told = "inverse_indices of {} have {} at row {}: they must be in [0, {}), the feature's bags"
+    text = "inverse_indices of {} have {} at row {}: they must be in [0, {}), the feature's bags"
     first = BAD_LAYOUT + 1 + 12
     with late():
         for position, given_bags, of, words in [
-            (first + 4, given, shared, told.format("'b'", 4, 1, 3)),
-            (first + 2, given, shared, told.format("'a'", 2, 2, 2)),
+            (first + 4, given, shared, text.format("'b'", 4, 1, 3)),
+            (first + 2, given, shared, text.format("'a'", 2, 2, 2)),
             (first, given, shared, "inverse_indices were not valid; they have been overwritten since"),
-            (1, None, shared.select_group(1), told.format("'b'", 4, 1, 3)),
+            (1, None, shared.select_group(1), text.format("'b'", 4, 1, 3)),
         ]:
             module._note(torch.tensor([position, 1]), given_bags, torch.tensor([0, 2, 5, 8, 11]), of)
             assert message(module.check) == words + later

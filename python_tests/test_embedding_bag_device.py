@@ -23,7 +23,7 @@ from rec_kernels.testing import same_bits
 BAD_LAYOUT, INT64_MAX = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 FORWARDS, UPDATE = FAMILY[:3], "embedding_bag_backward_fused_"
 #: Errors of a CPU, after the number of the record.
-SAID = {
+ERRORS = {
     "table": "a table of ",
     "rows": "row_offset and num_embeddings must describe rows below layout_sizes' num_rows",
     "ids": "id_limit, divisor and modulus must lead to rows of the table",
@@ -131,12 +131,12 @@ CALLS = [
 @pytest.mark.parametrize(("made", "ops", "record"), CALLS, ids=lambda x: str(x) if isinstance(x, tuple) else "")
 def test_forged_records(made, ops: list[str], record: tuple[int, str, int, int, str]) -> None:
     """The CPU raises; a device returns NaN, zero gradients or an error status; no state changes."""
-    part, column, number, named, said = record
+    part, column, number, named, reason = record
     given = with_layout(made())
     given["layout"][part, Column[column]] = number
     written = {name: given[name].clone() for name in WRITTEN if isinstance(given.get(name), torch.Tensor)}
     for op in ops:
-        with pytest.raises(ValueError, match=re.escape(f"layout[{named}]: {SAID[said]}")):
+        with pytest.raises(ValueError, match=re.escape(f"layout[{named}]: {ERRORS[reason]}")):
             call(op, given)
     for backend in device_backends():
         for op in ops:

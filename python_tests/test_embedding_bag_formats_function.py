@@ -54,16 +54,16 @@ def test_halves(dtype: torch.dtype, call: str) -> None:
     """float16 and bfloat16 weights need no format; it may be given."""
     weight, name = torch.randn(ROWS, DIM).to(dtype), {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
     expected = rk.embedding_bag(weight=weight.float(), **CALLS[call])
-    for said in ({}, {"format": name}, {"embedding_dim": DIM}, {"format": name, "embedding_dim": DIM}):
-        assert same_bits(rk.embedding_bag(weight=weight, **said, **CALLS[call]), expected)
+    for options in ({}, {"format": name}, {"embedding_dim": DIM}, {"format": name, "embedding_dim": DIM}):
+        assert same_bits(rk.embedding_bag(weight=weight, **options, **CALLS[call]), expected)
 
 
 def test_floats_may_say_what_they_are() -> None:
     """Giving fp32 and D changes nothing, including the gradient."""
     weight = torch.randn(ROWS, DIM, requires_grad=True)
-    said = rk.embedding_bag(weight=weight, format="fp32", embedding_dim=DIM, **CALLS["sum"])
-    assert same_bits(said.detach(), rk.embedding_bag(weight=weight, **CALLS["sum"]).detach())
-    said.sum().backward()
+    output = rk.embedding_bag(weight=weight, format="fp32", embedding_dim=DIM, **CALLS["sum"])
+    assert same_bits(output.detach(), rk.embedding_bag(weight=weight, **CALLS["sum"]).detach())
+    output.sum().backward()
     assert weight.grad[3].tolist() == [2.0] * DIM
 
 
@@ -72,9 +72,9 @@ def test_gradient_of_factors(format: str) -> None:
     """The gradient of per_sample_weights is that of decoded rows."""
     rows, floats = table(format)
     grads = []
-    for weight, said in ((rows, {"format": format, "embedding_dim": DIM}), (floats, {})):
+    for weight, options in ((rows, {"format": format, "embedding_dim": DIM}), (floats, {})):
         factors = CALLS["weighted"]["per_sample_weights"].clone().requires_grad_()
-        output = rk.embedding_bag(weight=weight, **(CALLS["weighted"] | {"per_sample_weights": factors}), **said)
+        output = rk.embedding_bag(weight=weight, **(CALLS["weighted"] | {"per_sample_weights": factors}), **options)
         output.backward(torch.linspace(-1, 1, output.numel()).view(output.shape))
         grads.append(factors.grad)
     assert same_bits(*grads)
@@ -106,7 +106,7 @@ NAMES = "fp32, fp16, bf16, int8, int4, mx9, mx6, mx4"
 
 
 @pytest.mark.parametrize(
-    ("weight", "said", "message"),
+    ("weight", "options", "message"),
     [
         (FLOATS, {"format": "int8"}, "weight is float32 [E, 21]: format must be None or 'fp32', got 'int8'"),
         (FLOATS, {"embedding_dim": 20}, "and embedding_dim None, got 20; rk.quantize_rows makes rows of other formats"),
@@ -146,10 +146,10 @@ NAMES = "fp32, fp16, bf16, int8, int4, mx9, mx6, mx4"
         (BYTES.int(), {"format": "int8", "embedding_dim": DIM}, "weight must be float32, float16, bfloat16 or uint8"),
     ],
 )
-def test_weights_that_cannot_be_looked_up(weight: Tensor, said: dict, message: str) -> None:
+def test_weights_that_cannot_be_looked_up(weight: Tensor, options: dict, message: str) -> None:
     """The error has the weight's dtype and format, and the allowed ones."""
     with pytest.raises(ValueError, match=re.escape(message)):
-        rk.embedding_bag(weight=weight, **said, **CALLS["sum"])
+        rk.embedding_bag(weight=weight, **options, **CALLS["sum"])
 
 
 def test_bad_ids() -> None:
@@ -164,6 +164,6 @@ def test_bad_ids() -> None:
 def test_meta() -> None:
     """The meta output has D columns of float32, not a row's bytes."""
     meta = {name: t.to("meta") if isinstance(t, Tensor) else t for name, t in CALLS["sum"].items()}
-    for weight, said in ((BYTES, {"format": "int8", "embedding_dim": DIM}), (HALF, {})):
-        output = rk.embedding_bag(weight=weight.to("meta"), **said, **meta)
+    for weight, options in ((BYTES, {"format": "int8", "embedding_dim": DIM}), (HALF, {})):
+        output = rk.embedding_bag(weight=weight.to("meta"), **options, **meta)
         assert (output.shape, output.dtype, output.device.type) == ((4, DIM), torch.float32, "meta")

@@ -191,8 +191,8 @@ def test_the_forward_checks_grad_scale() -> None:
         forward = backend.ops.embedding_bag_fused
         output, _ = forward(*state, *case.jagged, **case.layout, grad_scale=torch.tensor([0.5]))
         assert same_bits(output, case.expected_output()), backend.name
-        for bad, said in ((torch.ones(2), "one element, got shape"), (torch.tensor(1), "float32, got int64")):
-            with pytest.raises(ValueError, match=f"grad_scale must (have|be) {said}"):
+        for bad, text in ((torch.ones(2), "one element, got shape"), (torch.tensor(1), "float32, got int64")):
+            with pytest.raises(ValueError, match=f"grad_scale must (have|be) {text}"):
                 forward(*state, *case.jagged, **case.layout, grad_scale=bad)
 
 

@@ -96,8 +96,8 @@ def test_nan(optimizer: str) -> None:
     encoded = EncodedCase(case, ["fp32"])
     flat, _ = MomentCase(encoded, optimizer).expected("nearest")
     rows = case.split(flat[encoded.starts[0] :][: 3 * 20 * 4].view(torch.float32))[0]
-    spoilt = rows[0].isnan()
-    assert spoilt[7]
-    assert spoilt.all() == (optimizer in ("lamb", "rowwise_adam"))
+    is_nan_row = rows[0].isnan()
+    assert is_nan_row[7]
+    assert is_nan_row.all() == (optimizer in ("lamb", "rowwise_adam"))
     assert not rows[1:].isnan().any()
     check_update(encoded, optimizer, "nearest")

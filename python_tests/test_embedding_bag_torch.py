@@ -258,10 +258,10 @@ def test_only_wanted_tables(sparse: bool, monkeypatch: pytest.MonkeyPatch) -> No
     starts = [0, 400, 400, 432]
     factors = torch.rand(8, requires_grad=True)
 
-    def train(wanted: list[bool]) -> list[Tensor | None]:
+    def train(trained: list[bool]) -> list[Tensor | None]:
         weights = torch.arange(480.0) / 480
         tables = [weights[s : s + r * d].view(r, d) for s, (r, d) in zip(starts, sizes, strict=True)]
-        tables = [t.detach().requires_grad_(want) for t, want in zip(tables, wanted, strict=True)]
+        tables = [t.detach().requires_grad_(want) for t, want in zip(tables, trained, strict=True)]
         output, _ = lookup(
             weights, tables, torch.tensor([1, 1, 49, 5, 0, 0, 8, 3]), torch.tensor([0, 2, 3, 3, 3, 4, 6, 7, 8]),
             factors, weight_offsets=torch.tensor(starts), row_offsets=torch.tensor([0, 50, 50, 56]),

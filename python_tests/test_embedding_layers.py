@@ -151,11 +151,11 @@ def test_factors_and_last_offsets() -> None:
     ends = torch.cat([offsets, torch.tensor([7])])
     expected = theirs(ids, ends, factors)
     expected.sum().backward()
-    wanted, factors.grad = factors.grad, None
+    reference, factors.grad = factors.grad, None
     output = ours(ids, ends, factors)
     output.sum().backward()
     torch.testing.assert_close(output, expected)
-    torch.testing.assert_close(factors.grad, wanted)
+    torch.testing.assert_close(factors.grad, reference)
     halves = ours(ids, ends, factors.detach().double())
     torch.testing.assert_close(halves, ours(ids, ends, factors.detach()))
 

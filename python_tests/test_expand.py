@@ -132,11 +132,11 @@ def test_numbers_out_of_range() -> None:
     good = torch.tensor([0, 1, 4, 6])
     for columns in (9, 8, 0):
         x, grad = torch.randn(4, columns), torch.randn(7, columns)
-        wanted = torch.zeros(7, columns)
-        wanted[good] = x[inverse[good]]
+        expected = torch.zeros(7, columns)
+        expected[good] = x[inverse[good]]
         for backend in device_backends():
             out, status = backend.ops.expand(x, inverse)
-            assert same_bits(out, wanted), backend.name
+            assert same_bits(out, expected), backend.name
             assert status.tolist() == [2, 3], backend.name
             found = backend.ops.expand_backward(grad, inverse, 4)
             assert same_bits(found, reference.expand_backward(grad[good], inverse[good], 4)), backend.name

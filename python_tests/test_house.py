@@ -167,7 +167,9 @@ def test_the_package_stands_alone() -> None:
 
 def contracts() -> list[Path]:
     """Files that define ops: schemas and checks, in the folder of the header."""
-    return [p for room in OP_FOLDERS for p in sorted((CSRC / room).glob("*.cpp")) if " define(m," in p.read_text()]
+    return [
+        p for op_folder in OP_FOLDERS for p in sorted((CSRC / op_folder).glob("*.cpp")) if " define(m," in p.read_text()
+    ]
 
 
 def attributes(text: str) -> set[str]:
@@ -201,10 +203,12 @@ def test_one_stem_per_op() -> None:
 def test_kernels_are_of_a_stem() -> None:
     """Files that register kernels are in cpu or cuda, and begin with an op's stem unless their folder is an op's."""
     stems = tuple(p.stem for p in contracts())
-    rooms = [
-        CSRC / room for room in OP_FOLDERS if room != "core"
+    folders = [
+        CSRC / op_folder for op_folder in OP_FOLDERS if op_folder != "core"
     ]  # core registers the libraries' versions and properties
-    files = [p for room in rooms for p in room.rglob("*.c*") if "STABLE_TORCH_LIBRARY_IMPL(" in p.read_text()]
+    files = [
+        p for op_folder in folders for p in op_folder.rglob("*.c*") if "STABLE_TORCH_LIBRARY_IMPL(" in p.read_text()
+    ]
     assert len(files) > 20
     assert {p.parent.name for p in files} == {"cpu", "cuda"}
     strays = [p for p in files if not p.stem.startswith(stems) and p.parent.parent.name not in stems]
@@ -226,14 +230,14 @@ def may_include(path: str, header: str) -> bool:
 
     A backend may include the contract of any op.
     """
-    room, backend = path.split("/")[0], path.split("/")[1]
+    op_folder, backend = path.split("/")[0], path.split("/")[1]
     other, others = header.split("/")[0], header.split("/")[1]
-    if room in ("host", "emulator"):
-        return other in (room, "core")
+    if op_folder in ("host", "emulator"):
+        return other in (op_folder, "core")
     if other not in OP_FOLDERS or (others in ("cpu", "cuda") and others != backend):
         return False
-    is_contract = others not in ("cpu", "cuda") and room not in ("core", "rows") and backend in ("cpu", "cuda")
-    return is_contract or OP_FOLDERS.index(other) <= OP_FOLDERS.index(room)
+    is_contract = others not in ("cpu", "cuda") and op_folder not in ("core", "rows") and backend in ("cpu", "cuda")
+    return is_contract or OP_FOLDERS.index(other) <= OP_FOLDERS.index(op_folder)
 
 
 def test_includes_go_down() -> None:

@@ -237,12 +237,12 @@ def test_bad_batches() -> None:
 @pytest.mark.parametrize(
     "move", [lambda x: x.to("cpu", non_blocking=True), lambda x: _pytree.tree_map_only(Tensor, torch.clone, x)]
 )
-@pytest.mark.parametrize("asked", [False, True])
-def test_moves(move: Callable, asked: bool) -> None:
+@pytest.mark.parametrize("with_bags", [False, True])
+def test_moves(move: Callable, with_bags: bool) -> None:
     """Windows stay windows when moved, also after bags were made; known sizes stay known."""
     batch = histories()
     few = windowed(batch, [["b"]])
-    if asked:
+    if with_bags:
         few.bags()
     moved = move(few)
     assert isinstance(moved.stored(), rk.KeyedJaggedWindows)

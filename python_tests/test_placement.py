@@ -16,11 +16,11 @@ def table(name: str, rows: int, dim: int, **options) -> rk.EmbeddingBagConfig:
 
 def greedy(tables: list, counts: dict, budget: int) -> list[int]:
     """Assigns rows one by one, most uses per byte first; with "lru", a row costs its slot only."""
-    wanted = [
+    ranked = [
         (-c / (4 * t.embedding_dim + 18), i) for i, t in enumerate(tables) for c in counts[t.name].tolist() if c > 0
     ]
     rows, spent = [0] * len(tables), 0
-    for value, i in sorted(wanted):
+    for value, i in sorted(ranked):
         cost = 4 * tables[i].embedding_dim + 18
         if spent + cost > budget:
             return rows, -value

@@ -176,9 +176,9 @@ def test_a_batch_that_does_not_fit(tmp_path) -> None:
     """MemoryError has both numbers; nothing changes, and smaller batches continue with the bits of memory."""
     memory, disk = trained_pair(LFU, tmp_path / "rows")
     before = held(disk)
-    told = r"\d+ bytes.*memory_budget is \d+ bytes beside the cache's slots: give it more memory_budget"
+    message = r"\d+ bytes.*memory_budget is \d+ bytes beside the cache's slots: give it more memory_budget"
     for context in (contextlib.nullcontext(), torch.no_grad()):
-        with context, pytest.raises(MemoryError, match=told):
+        with context, pytest.raises(MemoryError, match=message):
             disk(batch(disk, 7, size=100))
     assert_unchanged(disk, before)
     assert_trains_alike(memory, disk)

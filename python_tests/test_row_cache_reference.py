@@ -91,8 +91,8 @@ def test_raised() -> None:
 
 def test_sets() -> None:
     """A table that fits into its sets uses the remainder as set, others a hash; tables may share a range."""
-    room, small = Sets(5, 4), Sets(5, 3)
-    assert [room.of(linear, 8, 2) for linear in (0, 3, 4, 1001)] == [5, 8, 5, 6]
+    large, small = Sets(5, 4), Sets(5, 3)
+    assert [large.of(linear, 8, 2) for linear in (0, 3, 4, 1001)] == [5, 8, 5, 6]
     assert [small.of(linear, 7, 2) for linear in (1, 2)] == [5 + fmix64(n) * 3 // 2**64 for n in (1, 2)]
     assert {small.of(linear, 7, 2) for linear in range(100)} == {5, 6, 7}
     cache = make_cache([(8, 4, "int8", Sets(1, 4)), (9, 4, "int4", Sets(1, 4))], 5, 2, first_row=1001)

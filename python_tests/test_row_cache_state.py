@@ -99,9 +99,9 @@ def test_tables_that_are_written(cache: rk.RowCache, way: str) -> None:
     """Lookups read values written to tables, also of cached rows, and no flush overwrites them."""
     collection = make(ADAM, cache)
     train(collection)
-    wanted = read(collection) | {"t0": torch.full((20, 6), 9.0)}
+    expected = read(collection) | {"t0": torch.full((20, 6), 9.0)}
     assert len(cached(collection, "t0"))
-    rows = rk.quantize_rows(wanted["t0"], "int8")
+    rows = rk.quantize_rows(expected["t0"], "int8")
     if way == "state":
         state = {n: t for n, t in copied(collection.state_dict()).items() if not n.startswith("row_cache.")}
         collection.load_state_dict(state | {"embedding_bags.t0.weight": rows})
@@ -113,8 +113,8 @@ def test_tables_that_are_written(cache: rk.RowCache, way: str) -> None:
         collection.reset_cache_states()
         assert collection.row_cache.clock == clock > 0
     assert all(t["cached_rows"] == t["lookups"] == 0 for t in collection.memory_report())
-    assert not differing(read(collection), {name: looked_up(collection, name) for name in wanted})
-    assert same_bits(read(collection)["t0"], wanted["t0"])
+    assert not differing(read(collection), {name: looked_up(collection, name) for name in expected})
+    assert same_bits(read(collection)["t0"], expected["t0"])
     before = everything(collection)
     collection.flush()
     assert not differing(everything(collection), before)

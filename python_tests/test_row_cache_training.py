@@ -242,10 +242,10 @@ def test_per_sample_weights(pooling: str) -> None:
             found = call("embedding_bag_backward_per_sample_weights", given, backend.ops)
             assert same_bits(found, expected), backend.name
         model.update(model.gradients(grad, batch, factors))
-        wanted, token = factors.clone().requires_grad_(), torch.empty(0, requires_grad=True)
-        given = run.given(batch, cache_slots=slots, token=token, per_sample_weights=wanted)
+        leaf, token = factors.clone().requires_grad_(), torch.empty(0, requires_grad=True)
+        given = run.given(batch, cache_slots=slots, token=token, per_sample_weights=leaf)
         call("embedding_bag_fused", given)[0].backward(grad)
-        assert same_bits(wanted.grad, expected), i
+        assert same_bits(leaf.grad, expected), i
         check_same(case, run, model, i)
 
 

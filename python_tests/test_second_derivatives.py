@@ -164,10 +164,10 @@ def test_torch_func(op: str) -> None:
             with pytest.raises(RuntimeError, match=r"compute its gradient by torch\.autograd"):
                 torch.func.grad(loss)(given)
             continue
-        wanted = pytree.tree_map(lambda t: t.clone().requires_grad_(), given)
-        tensors, options = pytree.tree_leaves(wanted), {"allow_unused": True, "materialize_grads": True}
+        cloned = pytree.tree_map(lambda t: t.clone().requires_grad_(), given)
+        tensors, options = pytree.tree_leaves(cloned), {"allow_unused": True, "materialize_grads": True}
         try:
-            first = torch.autograd.grad(loss(wanted), tensors, create_graph=True, **options)
+            first = torch.autograd.grad(loss(cloned), tensors, create_graph=True, **options)
         except (RuntimeError, ValueError) as error:
             with pytest.raises(type(error), match=re.escape(str(error))):
                 torch.func.grad(loss)(given)

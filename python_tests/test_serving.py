@@ -86,10 +86,10 @@ def test_for_serving_in_a_format(format: str) -> None:
     assert torch.equal(served(given).values(), expected)
     trained(given).values().square().sum().backward()
     assert torch.equal(served(given).values(), expected)
-    for told, table, before in zip(served.memory_report(), TABLES, trained.memory_report(), strict=True):
-        assert (told["format"], told["trained_format"]) == (format, table.format)
-        assert told["weight_bytes"] == dataclasses.replace(table, format=format).stored[0].num_bytes
-        assert [told[f"trained_{n}"] for n in ("weight_bytes", "state_bytes")] == [
+    for entry, table, before in zip(served.memory_report(), TABLES, trained.memory_report(), strict=True):
+        assert (entry["format"], entry["trained_format"]) == (format, table.format)
+        assert entry["weight_bytes"] == dataclasses.replace(table, format=format).stored[0].num_bytes
+        assert [entry[f"trained_{n}"] for n in ("weight_bytes", "state_bytes")] == [
             before["weight_bytes"],
             before["state_bytes"],
         ]
@@ -107,7 +107,7 @@ def test_for_serving_in_formats() -> None:
     cached = rk.EmbeddingBagCollection(TABLES, optimizer=rk.SGD(lr=0.5), cache=rk.RowCache(0.2, backing="host"))
     cached(batch(5)).values().square().sum().backward()
     served = cached.for_serving({"a": "mx9"})
-    assert [told["format"] for told in served.memory_report()] == ["mx9", "int8", "bf16"]
+    assert [reported["format"] for reported in served.memory_report()] == ["mx9", "int8", "bf16"]
     assert served.row_cache is None
     one = rk.EmbeddingBagConfig(300, 16, name="b", feature_names=["h"], format="int8", pooling="mean")
     assert torch.equal(served(batch(9))["h"], cached.for_serving({"b": "int8"})(batch(9))["h"])
@@ -183,8 +183,8 @@ def test_names_are_copies() -> None:
         served.feature_names.reverse()
     pooled = trained(given)
     sizes, keys = given.offset_per_key(), given.keys()
-    asked = given.offset_per_key(), given.offset_per_key_or_none(), given.stride_per_key(), given.keys()
-    for names in (*asked, pooled.keys(), pooled.length_per_key()):
+    named = given.offset_per_key(), given.offset_per_key_or_none(), given.stride_per_key(), given.keys()
+    for names in (*named, pooled.keys(), pooled.length_per_key()):
         names.reverse()
     assert (given.offset_per_key(), given.keys()) == (sizes, keys)
     assert {key: t.shape for key, t in pooled.to_dict().items()} == {key: t.shape for key, t in before.items()}

@@ -232,6 +232,6 @@ def test_editable_install_has_types(checkout: Checkout) -> None:
     )
     command = [sys.executable, "-m", "mypy", "--ignore-missing-imports", "--python-executable", python, script]
     cleared = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
-    said = subprocess.run(command, cwd=script.parent, env=cleared, capture_output=True, text=True).stdout
-    assert 'script.py:2: note: Revealed type is "int"' in said.replace("builtins.", ""), said
-    assert 'script.py:3: note: Revealed type is "dict[str, object]"' in said.replace("builtins.", ""), said
+    output = subprocess.run(command, cwd=script.parent, env=cleared, capture_output=True, text=True).stdout
+    assert 'script.py:2: note: Revealed type is "int"' in output.replace("builtins.", ""), output
+    assert 'script.py:3: note: Revealed type is "dict[str, object]"' in output.replace("builtins.", ""), output

@@ -39,10 +39,10 @@ def _symbols(path: Path, *options: str) -> list[str]:
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda p: p.name)
 def test_torch_symbols_are_stable(library: Path) -> None:
     """No mangled torch symbol of at::, c10:: or torch:: is undefined."""
-    wanted = _symbols(library, "-D", "--undefined-only")
-    mangled = [s for s in wanted if re.match(r"_ZN?K?(2at|3c10|5torch)", s)]
+    needed = _symbols(library, "-D", "--undefined-only")
+    mangled = [s for s in needed if re.match(r"_ZN?K?(2at|3c10|5torch)", s)]
     assert not mangled, mangled
-    assert any(s.startswith(STABLE_PREFIXES) for s in wanted)
+    assert any(s.startswith(STABLE_PREFIXES) for s in needed)
 
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda p: p.name)
@@ -60,9 +60,9 @@ def test_cuda_library_finds_what_it_takes_from_the_cpu_library() -> None:
     cpu, cuda = (PACKAGE / f"librec_kernels_{name}.so" for name in ("cpu", "cuda"))
     if not cuda.exists():
         pytest.skip("the CUDA library is not built here")
-    wanted = {s for s in _symbols(cuda, "-D", "--undefined-only") if "rec_kernels" in s}
-    assert wanted
-    assert sorted(wanted - set(_symbols(cpu, "-D", "--defined-only"))) == []
+    needed = {s for s in _symbols(cuda, "-D", "--undefined-only") if "rec_kernels" in s}
+    assert needed
+    assert sorted(needed - set(_symbols(cpu, "-D", "--defined-only"))) == []
 
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda p: p.name)

@@ -171,10 +171,10 @@ def test_speeds_of_several_machines_are_not_judged(places, why):
         for run, place in zip(configuration["runs"], places, strict=True):
             run["machines"] = place
     found = Faster("b", "a")(result)
-    verdict, said = claims.judge(found, 1.0)
+    verdict, reason = claims.judge(found, 1.0)
     assert found.value == 2.0
     assert verdict == (CANNOT_TELL if why else MET)
-    assert said.endswith(why)
+    assert reason.endswith(why)
     note = compare_report.machines_note(result)
     assert (note is not None) == ("several" in why)
 

@@ -227,8 +227,8 @@ def test_batches(data: MovieLens) -> None:
                 for feature in range(9):
                     assert values[offsets[feature * size + row]] == data.prepared.ids[feature, number]
                 genres = values[offsets[9 * size + row] : offsets[9 * size + row + 1]].tolist()
-                wanted = MOVIES.get(rows[number][1], ("", ()))[1]
-                assert genres == [genre_of.get(name, 0) for name in wanted]
+                names = MOVIES.get(rows[number][1], ("", ()))[1]
+                assert genres == [genre_of.get(name, 0) for name in names]
                 begin, end = data.prepared.past[:, number]
                 bag = batch.shared.offsets()[row : row + 2]
                 np.testing.assert_array_equal(batch.shared.values()[bag[0] : bag[1]], data.prepared.seen[begin:end])

@@ -51,10 +51,10 @@ def test_noise_of_a_shard_by_rows(format: str) -> None:
     here = IDS >= 5
     for backend in every_backend():
         rows, expected = _whole(backend.ops, format)
-        told = {"formats": [format], "table_ids": [7]}
+        options = {"formats": [format], "table_ids": [7]}
         found = {}
         for first in (5, 0):
-            layout = rk.table_layout([ROWS - 5], [COLUMNS], shards=rk.Shards([ROWS], [first], [0]), **told)
+            layout = rk.table_layout([ROWS - 5], [COLUMNS], shards=rk.Shards([ROWS], [first], [0]), **options)
             found[first] = _update(backend.ops, rows[5:], IDS[here] - 5, GRAD[here], layout)
         assert torch.equal(found[5], expected[5:]), backend.name
         assert not torch.equal(found[0], expected[5:]), backend.name
@@ -67,8 +67,8 @@ def test_noise_of_a_shard_by_columns(format: str, first: int, last: int) -> None
     for backend in every_backend():
         rows, expected = _whole(backend.ops, format)
         numbers, becomes = (rk.dequantize_rows(t, format, COLUMNS)[:, first:last] for t in (rows, expected))
-        told = {"formats": [format], "table_ids": [7], "shards": rk.Shards([ROWS], [0], [first])}
-        layout = rk.table_layout([ROWS], [last - first], **told)
+        options = {"formats": [format], "table_ids": [7], "shards": rk.Shards([ROWS], [0], [first])}
+        layout = rk.table_layout([ROWS], [last - first], **options)
         found = _update(backend.ops, rk.quantize_rows(numbers, format), IDS, GRAD[:, first:last], layout)
         assert torch.equal(rk.dequantize_rows(found, format, last - first), becomes), backend.name
 

@@ -93,8 +93,8 @@ def test_lookups_of_one_collection() -> None:
     expected = [served(given).values() for given in batches]
     with torch.no_grad():
         found = at_once(*(lambda g=g: [served(g).values() for _ in range(20)] for g in batches))
-    for each, wanted in zip(found, expected, strict=True):
-        assert all(same_bits(out, wanted) for out in each)
+    for each, right in zip(found, expected, strict=True):
+        assert all(same_bits(out, right) for out in each)
 
 
 def everything(op: str) -> list[Tensor]:

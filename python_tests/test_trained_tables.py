@@ -188,9 +188,9 @@ def test_compiled_lookups_that_train_nothing_are_told() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compiled(batch)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         torch.export.export(collection, (batch,))
-    assert not [warning for warning in told if "nothing trains" in str(warning.message)]
+    assert not [warning for warning in warned if "nothing trains" in str(warning.message)]
 
 
 def named_tables(order: str, adam: bool = True, **rates: float) -> rk.EmbeddingBagCollection:
@@ -236,10 +236,10 @@ def test_states_of_other_tables() -> None:
     again.load_state_dict(one.state_dict(), strict=False)
     assert torch.equal(again.beta_powers_1, both.beta_powers_1)
     assert torch.equal(again.beta_powers, both.beta_powers)
-    for c, wanted in ((both, "groups of tables"), (named_tables("us", adam=False, u=0.1), "is of optimizer SGD for")):
+    for c, message in ((both, "groups of tables"), (named_tables("us", adam=False, u=0.1), "is of optimizer SGD for")):
         state = c.fused_optimizer.state_dict()
         state["param_groups"][-1].setdefault("optimizer", "SGD")
-        with pytest.raises(ValueError, match=wanted):
+        with pytest.raises(ValueError, match=message):
             one.fused_optimizer.load_state_dict(state)
     with pytest.raises(ValueError, match=r"eps = 1e-40 must be 0 or at least 2\^-126"):
         rk.RowwiseAdagrad(lr=0.1, eps=1e-40)

@@ -59,6 +59,6 @@ def test_sizes_are_those_of_the_page(names: dict, capsys: pytest.CaptureFixture)
 
 def test_quality_is_from_the_results() -> None:
     """Every difference and interval of the page is in docs/quality.md."""
-    said = set(re.findall(r"[+-]0\.\d{5}", PAGE))
-    assert len(said) > 15
-    assert {number for number in said if number not in (DOCS / "quality.md").read_text()} == set()
+    differences = set(re.findall(r"[+-]0\.\d{5}", PAGE))
+    assert len(differences) > 15
+    assert {number for number in differences if number not in (DOCS / "quality.md").read_text()} == set()

@@ -127,8 +127,8 @@ def test_inference_tensors(op: str) -> None:
         with torch.inference_mode():
             overload_of(op)(**mixed)
             overload_of(op)(**{n: a.clone() if isinstance(a, Tensor) else a for n, a in given.items()})
-        wanted = {n: 1 for n in changed_by(op).values() if normal.get(n) is not None}
-        assert difference(before, versions(normal)) == wanted
+        counted = {n: 1 for n in changed_by(op).values() if normal.get(n) is not None}
+        assert difference(before, versions(normal)) == counted
 
 
 @pytest.mark.parametrize("op", IN_PLACE)

@@ -127,10 +127,10 @@ def test_pythons_of_wheels(
     """Wheels are built for all installed Pythons, with CUDA for the running one; missing ones are named."""
     monkeypatch.setattr(sys, "argv", ["build"])
     build.main()
-    said = capsys.readouterr().out
-    assert "Python 3.11: /bin/python3.11\n  /bin/python3.11 False True\n" in said
-    assert "Python 3.12: no wheel, as there is no python3.12 with its headers\n" in said
-    assert "/bin/python3.13 False True" in said
+    output = capsys.readouterr().out
+    assert "Python 3.11: /bin/python3.11\n  /bin/python3.11 False True\n" in output
+    assert "Python 3.12: no wheel, as there is no python3.12 with its headers\n" in output
+    assert "/bin/python3.13 False True" in output
     monkeypatch.setattr(sys, "argv", ["build", "--cuda"])
     build.main()
     assert capsys.readouterr().out == "Python 3.13: /bin/python3.13\n  /bin/python3.13 True True\n"
