@@ -44,7 +44,7 @@ class Call(NamedTuple):
         return self.dense.shape[1], vectors + 1, vectors
 
     def bound(self, precision: str) -> tuple[int, float]:
-        """Additional additions, and a term's error: a factor cut to TF32 changes by 2^-10, a product by twice that."""
+        """Further additions, and a term's error: a factor cut to TF32 changes by 2^-10, a product by twice that."""
         return 8, 2.0**-9 if precision == "tf32" and self.dense.dtype == torch.float32 else 0.0
 
     def each(self, ops: object, *precision: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -43,7 +43,7 @@ class Call(NamedTuple):
         return vectors + columns, vectors + 2 * factors, vectors + summed
 
     def bound(self, precision: str) -> tuple[int, float]:
-        """Additional additions, and a term's error: of four factors cut to TF32, or of P and Q between the products."""
+        """Further additions, and a term's error: of four factors cut to TF32, or of P and Q between the products."""
         return 16, 2.0**-8 if precision == "tf32" else 0.0 if self.x.dtype == torch.float32 else 2.0**-10
 
     def each(self, ops: object, *precision: str) -> tuple[Tensor, Tensor, Tensor]:

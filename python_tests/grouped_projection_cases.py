@@ -73,7 +73,7 @@ class Call(NamedTuple):
         return max(terms), max(self.dims.out_dims), len(self.x)
 
     def bound(self, precision: str) -> tuple[int, float]:
-        """Additional additions, and a term's error: no factor is cut to TF32."""
+        """Further additions, and a term's error: no factor is cut to TF32."""
         return 8, 0.0
 
     def map(self, function) -> Call:

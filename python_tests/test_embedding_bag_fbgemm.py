@@ -255,7 +255,7 @@ def agree(found: list[Tensor], expected: Tensor, size: Tensor, roundings: int) -
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_same_training(optimizer: str, pooling: str, weighted: bool) -> None:
-    """Pooled outputs and gradients of weights agree at every step; weights and state after the last."""
+    """Pooled outputs and gradients of per-sample weights agree at every step; tables and state after the last."""
     with use_threads(1):  # several threads wait for each other for long on a busy machine
         ours, theirs, exact, rounds = train(optimizer, pooling, weighted)
     of_tables, of_state = exact.roundings

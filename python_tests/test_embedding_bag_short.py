@@ -32,7 +32,7 @@ def short_bags(dim: int, format: str, lengths: list[int] = ONES, last: int | Non
 
 
 def some_bad(case: Case) -> Case:
-    """Ids out of range, in a whole group of bags and in single ones, without non-finite weights."""
+    """Puts ids out of range into a whole group of bags and into single ones."""
     bad = [0, 1, 2, 3, 9, 14]
     case.values[bad] = torch.tensor([-1, 5, 2**31 - 1, -7, 99, -(2**31)], dtype=case.values.dtype)
     return case

@@ -191,7 +191,7 @@ def test_older_compilers_trace_the_package() -> None:
 
 
 def test_one_stem_per_op() -> None:
-    """A file of csrc that defines ops has its stem in every layer; its folder may have it on the CPU."""
+    """A file of csrc that defines ops has its stem in every layer; on the CPU, its folder may have the stem."""
     files = contracts()
     assert len(files) > 10
     expected = [ROOT / layer.format(p.stem) for p in files for layer in LAYERS] + [p.with_suffix(".h") for p in files]

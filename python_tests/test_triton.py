@@ -129,7 +129,7 @@ def compiled(request: pytest.FixtureRequest) -> dict[tuple[str, str], list[int]]
 
 @pytest.mark.full
 def test_kernels_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
-    """Kernels compile for NVIDIA and AMD GPUs; for NVIDIA without fusion and inexact division, to nearest."""
+    """Kernels compile for NVIDIA and AMD GPUs; NVIDIA's neither fuse nor divide inexactly, and round to nearest."""
     targets = [target for target in ("sm_90", AMD) if (target, "start_kernel") in compiled]
     counts = {k: v for k, v in compiled.items() if k[1] not in FAKE_QUANTIZE | PRODUCTS | INTERACTIONS | FACTORIZATIONS}
     kernels = ["start", "pool", "factor_gradient", "occurrences", "finish_rows", "advance_step", "expand"]
