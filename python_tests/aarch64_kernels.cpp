@@ -1,6 +1,6 @@
-// Calls CPU kernels on rows that it reads and writes what they give: test_aarch64.py runs it on an emulated processor.
+// Reads rows, calls CPU kernels, and writes their results; test_aarch64.py runs it on an emulated processor.
 // In: N, D and the bytes of a row of each format as int64, then x, float32 [N, D]. Out: for each format, rule and
-// rounding the encoded rows, and the rows that they decode to; then scale_rows, row_dot, dot_interaction and
+// rounding the encoded and the decoded rows; then scale_rows, row_dot, dot_interaction and
 // factorization_machine, each with its gradient, of parts of x.
 #include <cstdio>
 #include <cstdlib>

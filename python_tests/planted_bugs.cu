@@ -1,4 +1,4 @@
-// One kernel per kind of bug that the emulator finds; test_emulator.py runs them.
+// One kernel per kind of bug that the emulator detects; test_emulator.py runs them.
 #include <optional>
 
 #include "core/cuda/vec.cuh"
@@ -23,7 +23,7 @@ enum Bug {
   kNoGuard,
 };
 
-// x [n] -> out [64]: each thread's own element of x, after a shuffle and a trip through shared memory.
+// x [n] -> out [64]: each thread's own element of x, passed through a shuffle and shared memory.
 __global__ void planted_kernel(int bug, const float* x, int64_t n, float* out) {
   float* shared = shared_memory<float>();
   const int t = threadIdx.x, lane = t % 32;

@@ -1,5 +1,5 @@
-// A row file whose memory runs out: every allocation of every call fails once, and the call is then made again. The
-// system moves few bytes at a time.
+// A row file without memory: every allocation of every call fails once, and the call is repeated. System calls transfer
+// few bytes at a time.
 #include <dirent.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
@@ -20,7 +20,7 @@
 
 namespace {
 
-// Allocations until one fails, once; below 0, none does.
+// Number of allocations before one fails, once; if negative, none fails.
 std::atomic<int64_t> allocations_left{-1};
 
 void* allocate(size_t bytes) {
@@ -39,7 +39,7 @@ void operator delete[](void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 void operator delete[](void* memory, size_t) noexcept { std::free(memory); }
 
-// The system may read and write less than it is asked for: here a block and a half.
+// System calls may transfer less than requested: here a block and a half.
 constexpr size_t kMostMoved = 6000;
 extern "C" ssize_t pread(int file, void* to, size_t bytes, off_t offset) noexcept {
   return ::syscall(SYS_pread64, file, to, std::min(bytes, kMostMoved), offset);
@@ -69,7 +69,7 @@ void insist(bool ok, const char* what, int64_t number) {
 
 int64_t failures = 0;
 
-// Makes the call with every allocation failing, then with none; `after` looks at what a failure has left.
+// Repeats the call with each allocation failing in turn, then with none; `after` checks the state after a failure.
 void try_each(const std::function<void()>& call, const std::function<void()>& after) {
   for (int64_t last = 0;; ++last) {
     bool failed = false;
@@ -82,7 +82,7 @@ void try_each(const std::function<void()>& call, const std::function<void()>& af
     const bool reached = allocations_left.exchange(-1) < 0;
     if (!failed) {
       if (!reached) return;
-      continue;  // what failed was none of the call's own
+      continue;  // an allocation outside of the call failed
     }
     ++failures;
     after();
@@ -109,7 +109,7 @@ class Trial {
     file_->unpin();
   }
 
-  // A block is damaged: whatever fails while its neighbours are read with it, these are whole.
+  // A block is damaged: the blocks read with it stay intact, whatever fails.
   void damage() {
     for (int64_t b = 2; b < 6; ++b) load({{b, b}}, 7, true, [] {});
     file_->flush(true);
@@ -128,11 +128,11 @@ class Trial {
     };
     try_each(load_damaged, [&] {
       for (const int64_t b : {2, 3, 5}) load({{b, b}}, 0, false, [] {});
-      for (int64_t b = 10; b < 10 + kBudget; ++b) load({{b, b}}, 0, false, [] {});  // makes them go
+      for (int64_t b = 10; b < 10 + kBudget; ++b) load({{b, b}}, 0, false, [] {});  // evicts them
     });
   }
 
-  // Closes the file; what was flushed is found again.
+  // Reopens the file with the flushed contents.
   void reopen() {
     file_->flush(false);
     file_.reset();
@@ -193,7 +193,7 @@ class Trial {
 
 // Arguments: an empty folder, a seed, a number of calls.
 int main(int, char** arguments) {
-  alarm(120);  // a call that waits for ever ends here
+  alarm(120);  // ends a call that hangs
   Trial trial(arguments[1]);
   for (uint32_t round = 0; round < 4; ++round) {
     trial.calls(static_cast<uint32_t>(std::atoi(arguments[2])) + round, std::atoi(arguments[3]));

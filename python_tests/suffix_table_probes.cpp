@@ -1,4 +1,4 @@
-// Counts the slots of the table of csrc/jagged/cpu/suffix_table.h that are looked at; they decide its time.
+// Counts probed slots of the table in csrc/jagged/cpu/suffix_table.h, which determine its time.
 #include <utility>
 
 #include "jagged/cpu/suffix_table.h"
@@ -31,7 +31,7 @@ class Counted {
 
 }  // namespace
 
-// Rows of kIds ids, each looked for and then put there, as jagged_overlaps does.
+// Searches and then inserts rows of kIds ids, as jagged_overlaps does.
 extern "C" int64_t slots_looked_at(const int64_t* ids, int64_t rows) {
   looked_at = 0;
   rec_kernels::LastIds<Counted> last_ids(rows);

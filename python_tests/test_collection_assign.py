@@ -47,12 +47,12 @@ def assert_same(found: torch.nn.Module, expected: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
-@pytest.mark.parametrize("held", [False, True], ids=["alone", "held"])
-def test_meta(optimizer, held) -> None:
+@pytest.mark.parametrize("nested", [False, True], ids=["alone", "nested"])
+def test_meta(optimizer, nested) -> None:
     """A collection on the meta device takes a state as if loaded in place, also as a submodule."""
     trained, late = make(optimizer), make(optimizer, device="meta", seed=1)
     step(trained)
-    if held:
+    if nested:
         trained, late = torch.nn.Sequential(trained), torch.nn.Sequential(late)
     late.load_state_dict(trained.state_dict(), assign=True)
     assert not any(t.is_meta for t in (*late.parameters(), *late.buffers()))

@@ -276,8 +276,8 @@ def test_torch_save_of_the_state(keep_vars) -> None:
 
 
 @pytest.mark.parametrize("cache", [None, rk.RowCache(0.5, ways=4), rk.RowCache(0.5, policy="lfu", ways=4)], ids=str)
-@pytest.mark.parametrize("held", [False, True], ids=["alone", "held"])
-def test_to_empty_of_a_collection_with_memory(held, cache) -> None:
+@pytest.mark.parametrize("nested", [False, True], ids=["alone", "nested"])
+def test_to_empty_of_a_collection_with_memory(nested, cache) -> None:
     """to_empty keeps non-persistent settings: lookups, frozen features and learning rate."""
     collection, expected = (make(rk.Adam(lr=0.25), seed=7, cache=cache) for _ in range(2))
     for one in (collection, expected):
@@ -289,7 +289,7 @@ def test_to_empty_of_a_collection_with_memory(held, cache) -> None:
     def filled(t: Tensor) -> Tensor:  # imitates to_empty(), in initialized memory
         return torch.empty_like(t).view(torch.uint8).fill_(77).view(t.dtype) if t.dim() else torch.full_like(t, 1)
 
-    module = nn.Sequential(collection) if held else collection
+    module = nn.Sequential(collection) if nested else collection
     module._apply(filled)
     module.to_empty(device="cpu")
     with pytest.raises(
