@@ -20,7 +20,7 @@ import pytest
 import torch
 from backend_use import read, uses_backend
 from filelock import FileLock
-from layout_calls import OPS, InLists
+from layout_calls import OPS, ListOps
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -145,8 +145,8 @@ def _order(number: int) -> Iterator[None]:
 
 def _cuda() -> Iterator[Backend]:
     if torch.cuda.is_available():
-        yield Backend("cuda", InLists(OnCuda()))
-        yield Backend("cuda, unaligned", InLists(OnCuda(unaligned)))
+        yield Backend("cuda", ListOps(OnCuda()))
+        yield Backend("cuda, unaligned", ListOps(OnCuda(unaligned)))
 
 
 CPU, EMULATED, CUDA = zip(KINDS, (_cpu, _emulated, _cuda), strict=True)
@@ -196,10 +196,10 @@ def sanitized_environment() -> dict[str, str]:
     return os.environ | {"LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": "detect_leaks=0"}
 
 
-def emulated() -> InLists:
+def emulated() -> ListOps:
     """The ops of the emulated CUDA kernels, ``torch.ops.rec_kernels_emulated``, on CPU tensors."""
     _skip_without("cuda_emulated")
-    return InLists(_load_emulated())
+    return ListOps(_load_emulated())
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import sys
 import torch
 import triton
 from embedding_bag_cases import make_case
-from layout_calls import InLists
+from layout_calls import ListOps
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
@@ -106,7 +106,7 @@ def compile_instead(self: JITFunction, *args, grid, warmup, **kwargs) -> None:
 
 def compile_embedding_bag() -> None:
     """Calls every function on a BF16 table, FP32 tables with and without a layout, and an FP16 table."""
-    ops = InLists(kernels)
+    ops = ListOps(kernels)
     values, offsets = torch.tensor([1, 2]).int(), torch.tensor([0, 2]).int()
     table, grad = torch.zeros(4, 20, dtype=torch.bfloat16), torch.zeros(1, 20)
     state = (torch.zeros(4), torch.tensor(0), torch.tensor(0.1))

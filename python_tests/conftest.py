@@ -43,7 +43,7 @@ settings.load_profile("rec_kernels")
 
 #: Files that take more than half a minute, longest first, so that none starts last and delays the end.
 #: (xdist keeps this order with --no-loadscope-reorder; otherwise files with the most tests start first.)
-SLOWEST = (
+SLOWEST_FILES = (
     *("test_emulator.py", "test_triton.py", "test_sanitized_cpu.py", "test_cpp_examples.py"),
     *("test_embedding_bag_triton.py", "test_row_formats.py", "test_types.py", "test_aarch64.py"),
     *("test_cuda_code.py", "test_dlrm_sharded.py", "test_sanitize_cuda.py", "test_bench_workloads.py"),
@@ -106,7 +106,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             items=[item for item, is_selected in zip(items, selected, strict=True) if not is_selected]
         )
         items[:] = itertools.compress(items, selected)
-    places = {name: place for place, name in enumerate(SLOWEST)}
+    places = {name: place for place, name in enumerate(SLOWEST_FILES)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 

@@ -198,7 +198,7 @@ def order(case: Case) -> tuple[list[str], bool]:
     messages.all_to_all = watched
     try:
         model = sharded(case, collection(case), Between)
-        model.module.recorded = recorded
+        model.module.events = recorded
         given = batch(case, 0, [dist.get_rank()])
         model(given).sum().backward()
         late, step = model.module.ebc(given), int(model.module.ebc.shards.step)

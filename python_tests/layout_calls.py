@@ -33,21 +33,21 @@ _LISTS = {
 _PARTITIONS = ("partition_starts", "divisors", "moduli", "id_limits", "combine")
 _CACHE = ("cache_sets", "cache_set_starts", "cache_offsets")
 # Removed options, and options with less information than today's.
-_GONE = ("output_offsets", "max_embedding_dim", "max_parts", "multiplies")
+_REMOVED = ("output_offsets", "max_embedding_dim", "max_parts", "multiplies")
 _NUMBERS = ("output_dim", "num_rows", "cache_ways", "embedding_dim")
 _OTHERS = ("formats", "format_of", "pooling", "include_last_offset", "padding_idx")
-OF_LAYOUT = (*_LISTS, *_CACHE, *_GONE, *_NUMBERS, *_OTHERS)
+LAYOUT_NAMES = (*_LISTS, *_CACHE, *_REMOVED, *_NUMBERS, *_OTHERS)
 
 #: Ops that also accept one table without a layout.
-OF_ONE_TABLE = (
+ONE_TABLE_OPS = (
     "embedding_bag",
     "embedding_bag_backward_dense",
     "embedding_bag_backward_sparse",
     "embedding_bag_backward_per_sample_weights",
 )
 #: Ops with a layout, by their names before layouts.
-WITH_LAYOUT = (
-    *OF_ONE_TABLE,
+LAYOUT_OPS = (
+    *ONE_TABLE_OPS,
     *("embedding_bag_tables", "embedding_bag_fused", "embedding_bag_backward_fused_"),
     *("row_cache_lookup", "row_cache_insert_", "row_cache_plan", "row_cache_flush_", "row_cache_stats"),
 )
@@ -58,7 +58,7 @@ def _numbers(values: Tensor | Sequence) -> list:
 
 
 def make_layout(given: dict[str, object], features: int | None = None, device=None) -> rk.TableLayout:
-    """The layout that ``given`` describes, under the names of ``OF_LAYOUT``; ignores other names.
+    """The layout that ``given`` describes, under the names of ``LAYOUT_NAMES``; ignores other names.
 
     Args:
         given: embedding_dims, num_embeddings and optional arguments.
@@ -137,7 +137,7 @@ def as_call(op: str, given: dict[str, object]) -> tuple[str, dict[str, object]]:
 
     ``given`` has lists, the current ``layout`` and ``layout_sizes``, or neither: one table.
     """
-    if op not in WITH_LAYOUT:
+    if op not in LAYOUT_OPS:
         return op, given
     if op == "row_cache_stats" and given.get("layout") is None:
         rows = _numbers(given["num_embeddings"])
@@ -146,12 +146,12 @@ def as_call(op: str, given: dict[str, object]) -> tuple[str, dict[str, object]]:
     values = given.get("values", given.get("cache_tags"))
     layout = {}
     if given.get("layout") is None:
-        if given.get("embedding_dims") is None and op in OF_ONE_TABLE:
+        if given.get("embedding_dims") is None and op in ONE_TABLE_OPS:
             return _one_table(op, given)
         if given.get("embedding_dims") is None:
             given = _with_one_table(given)
         layout = make_layout(given, device=values.device)._asdict()
-    call = {n: t for n, t in given.items() if n not in OF_LAYOUT}
+    call = {n: t for n, t in given.items() if n not in LAYOUT_NAMES}
     if op.startswith("embedding_bag_backward_") and "weights_shape" in call:
         shape = call.pop("weights_shape")
         if call.get("weights") is None:
@@ -167,7 +167,9 @@ def as_call(op: str, given: dict[str, object]) -> tuple[str, dict[str, object]]:
 
 def _one_table(op: str, given: dict[str, object]) -> tuple[str, dict[str, object]]:
     call = {
-        n: t for n, t in given.items() if n not in OF_LAYOUT or n in ("pooling", "include_last_offset", "padding_idx")
+        n: t
+        for n, t in given.items()
+        if n not in LAYOUT_NAMES or n in ("pooling", "include_last_offset", "padding_idx")
     }
     call = {
         n: t for n, t in call.items() if not n.startswith("cache_") and n not in ("bag_starts", "inverse", "groups")
@@ -224,14 +226,14 @@ _POSITIONAL = {
 }
 
 
-class InLists:
-    """The ops of a namespace, called with lists: ``InLists(ops).embedding_bag(weights, values, offsets, **lists)``."""
+class ListOps:
+    """The ops of a namespace, called with lists: ``ListOps(ops).embedding_bag(weights, values, offsets, **lists)``."""
 
     def __init__(self, ops: object = torch.ops.rec_kernels) -> None:
         self.ops = ops
 
     def __getattr__(self, op: str):
-        if op not in WITH_LAYOUT:
+        if op not in LAYOUT_OPS:
             return getattr(self.ops, op)
 
         def call(*args: object, **given: object) -> object:
@@ -245,4 +247,4 @@ class InLists:
         return call
 
 
-OPS = InLists()
+OPS = ListOps()

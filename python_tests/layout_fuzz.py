@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 from backends import Backend
-from layout_calls import InLists
+from layout_calls import ListOps
 from test_opcheck import registered, samples
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -52,7 +52,7 @@ class Forgery:
         found, error = None, None
         try:
             name, _, overload = self.op.partition(".")
-            call = getattr(getattr(ops.ops if isinstance(ops, InLists) else ops, name), overload)
+            call = getattr(getattr(ops.ops if isinstance(ops, ListOps) else ops, name), overload)
             result = call(**given | {n: g.tensor for n, g in guards.items()})
             found = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         except (ValueError, IndexError, RuntimeError, MemoryError) as raised:

@@ -21,7 +21,7 @@ from rec_kernels.reference.row_cache import POLICIES, Row, RowCache, Sets, Table
 from rec_kernels.testing import same_bits
 
 FORMATS = ["fp32", "bf16", "int8", "int4", "mx6"]
-NOBODY = -77.25  # initial value of cache floats that belong to no row
+UNUSED = -77.25  # initial value of cache floats that belong to no row
 INTS = {32: torch.int32, 64: torch.int64}
 State = dict[str, Tensor]  # tensors that the ops change, by argument name
 
@@ -180,7 +180,7 @@ class CacheCase:
         slots, flat = model.slots, self.encoded.flat.clone()
         for view, table in zip(self.encoded.split(flat), model.tables, strict=True):
             view.copy_(table.rows)
-        rows, stats = torch.full((self.num_floats,), NOBODY), self.first_stats
+        rows, stats = torch.full((self.num_floats,), UNUSED), self.first_stats
         for s, slot in enumerate(slots):
             if slot.values is not None:
                 rows[self.place(s, len(slot.values))] = slot.values
@@ -270,7 +270,7 @@ class Done:
     action: Action
     slots: list[int] | None
     state: State
-    held: list[list[int]]
+    cached_and_dirty: list[list[int]]
     writes: list[tuple[int, Tensor]]  # slots and their new rows, of "update"
 
 
@@ -285,8 +285,8 @@ def expected_of(case: CacheCase, actions: Sequence[Action], model: RowCache | No
             writes = update(model, action.given)
         else:
             model.flush()
-        held = [list(model.cached_counts(t)) for t in case.encoded.case.parts]
-        done.append(Done(action, slots, case.state(model), held, writes))
+        cached_and_dirty = [list(model.cached_counts(t)) for t in case.encoded.case.parts]
+        done.append(Done(action, slots, case.state(model), cached_and_dirty, writes))
     return done
 
 

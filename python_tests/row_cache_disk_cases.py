@@ -109,11 +109,11 @@ def check_budget(collection) -> None:
     """Asserts that resident memory is within the budget."""
     store = collection._store
     if isinstance(store, FileStore):
-        held = store.file.file.stats()["resident_bytes"] + collection.row_cache.num_bytes()
-        assert held <= collection.row_cache.cache.memory_budget
+        resident = store.file.file.stats()["resident_bytes"] + collection.row_cache.num_bytes()
+        assert resident <= collection.row_cache.cache.memory_budget
 
 
-def held(collection) -> dict[str, Tensor]:
+def state_without_tables(collection) -> dict[str, Tensor]:
     """A copy of everything but the tables: slots, their counters, and the optimizer's state."""
     skipped = ("_weights", "file_generation", "file_identity")
     return {n: t.detach().clone() for n, t in collection.named_buffers() if n not in skipped}
@@ -142,20 +142,20 @@ def tables_of(collection) -> dict[str, Tensor]:
 
 
 def assert_unchanged(collection, before: dict[str, Tensor]) -> None:
-    """Asserts that held() equals ``before``."""
-    assert not [name for name, t in held(collection).items() if not same_bits(t, before[name])]
+    """Asserts that state_without_tables() equals ``before``."""
+    assert not [name for name, t in state_without_tables(collection).items() if not same_bits(t, before[name])]
 
 
-def assert_trains_alike(memory, disk, first: int = 6, steps: int = 6) -> None:
-    """Asserts equal outputs of further steps, then ``assert_alike``."""
+def assert_equal_training(memory, disk, first: int = 6, steps: int = 6) -> None:
+    """Asserts equal outputs of further steps, then ``assert_equal_state``."""
     for a, b in zip(train(memory, first, steps), train(disk, first, steps), strict=True):
         assert same_bits(a, b)
-    assert_alike(memory, disk)
+    assert_equal_state(memory, disk)
 
 
-def assert_alike(one, other, where: object = "") -> None:
+def assert_equal_state(one, other, where: object = "") -> None:
     """Asserts equal slots, counters, state and, after a flush, tables."""
-    a, b = held(one), held(other)
+    a, b = state_without_tables(one), state_without_tables(other)
     assert a.keys() == b.keys()
     assert not [name for name in a if not same_bits(a[name], b[name])], where
     for collection in (one, other):

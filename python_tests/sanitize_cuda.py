@@ -34,7 +34,7 @@ from embedding_bag_cases import EPS, LR, Case, make_case
 from embedding_bag_format_cases import EncodedCase, every_format_once
 from embedding_bag_moment_cases import ELEMENTWISE, MomentCase
 from jagged_cases import make_batch
-from layout_calls import OPS, InLists
+from layout_calls import OPS, ListOps
 from row_cache_cases import Batch, CacheCase, CacheSample, call, layout_of, layout_of_floats, normalized
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
@@ -300,11 +300,11 @@ def check(
     Raises:
         AssertionError: bits differ from the CPU's, a call raises, or an op is missing.
     """
-    recorder, faults, compared = Recorder(ops.ops if isinstance(ops, InLists) else ops), [], 0
+    recorder, faults, compared = Recorder(ops.ops if isinstance(ops, ListOps) else ops), [], 0
     for name, call_some in (calls() if some is None else some).items():
         expected = _tensors(call_some(OPS))
         try:
-            found = _tensors(call_some(InLists(recorder)))
+            found = _tensors(call_some(ListOps(recorder)))
         except Exception as error:
             faults.append(f"{name}: {recorder.last} raises {_error_text(error)}"[:1000])
             report(faults[-1])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from backends import emulated
 from embedding_bag_cases import Case, make_case
-from layout_calls import OF_LAYOUT, OPS, InLists, as_call, make_layout
+from layout_calls import LAYOUT_NAMES, OPS, ListOps, as_call, make_layout
 
 from rec_kernels.ops.autograd import signature_of
 from rec_kernels.testing import same_bits, use_threads
@@ -63,7 +63,7 @@ def argument_names(op: str) -> list[str]:
     return list(signature_of(f"{op}.layout"))
 
 
-def call(op: str, given: dict[str, object], namespace: InLists = ops) -> object:
+def call(op: str, given: dict[str, object], namespace: ListOps = ops) -> object:
     """Calls an op with the arguments in its schema, and the layout of the others."""
     name, arguments = as_call(op, given)
     overload = getattr(getattr(namespace.ops, op), name.partition(".")[2])
@@ -72,16 +72,16 @@ def call(op: str, given: dict[str, object], namespace: InLists = ops) -> object:
 
 def with_layout(given: dict[str, object]) -> dict[str, object]:
     """The arguments with a copy of their layout, to be forged."""
-    return {n: a for n, a in given.items() if n not in OF_LAYOUT} | make_layout(given)._asdict()
+    return {n: a for n, a in given.items() if n not in LAYOUT_NAMES} | make_layout(given)._asdict()
 
 
 def ops_with(name: str) -> list[str]:
     """The ops with an argument, directly or in their layout."""
-    return [op for op in FAMILY if name in OF_LAYOUT or name in argument_names(op)]
+    return [op for op in FAMILY if name in LAYOUT_NAMES or name in argument_names(op)]
 
 
 def check_refused(
-    op: str, changes: dict[str, object], error: type[Exception], message: str, namespace: InLists = ops
+    op: str, changes: dict[str, object], error: type[Exception], message: str, namespace: ListOps = ops
 ) -> None:
     """Asserts that the call raises exactly the message, and that no output argument changed."""
     given = arguments() | changes
@@ -294,7 +294,7 @@ BAD_ARGUMENTS = [
 
 def is_on_the_host(name: str, message: str) -> bool:
     """True of errors found before an op reads the layout, whose records the device checks."""
-    return name not in OF_LAYOUT and not message.startswith("layout[")
+    return name not in LAYOUT_NAMES and not message.startswith("layout[")
 
 
 @pytest.mark.parametrize(("name", "change", "message"), BAD_ARGUMENTS)

@@ -20,7 +20,7 @@ from backends import build, device_backends, emulated, every_backend
 from embedding_bag_call_cases import ALL_OPTIMIZERS, Call, Results, differences, select
 from embedding_bag_cases import make_case
 from embedding_bag_format_cases import EncodedCase, every_format_once
-from layout_calls import OPS, InLists, make_layout
+from layout_calls import OPS, ListOps, make_layout
 from tiers import cross
 
 import rec_kernels as rk
@@ -101,7 +101,7 @@ def test_launch_shape(optimizer: str, shape: tuple[int, bool, int]) -> None:
     most, floats, largest = shape
     call = mixed_call(largest, most=most, floats=floats)
 
-    def results(ops: InLists = OPS) -> Results:
+    def results(ops: ListOps = OPS) -> Results:
         # Lookups and gradients do not depend on the optimizer.
         return call.everything(ops, [optimizer]) if optimizer == ALL_OPTIMIZERS[0] else call.update(optimizer, ops)
 

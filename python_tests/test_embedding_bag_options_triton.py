@@ -15,7 +15,7 @@ import torch
 from backends import PASSED, OnDevice, moved
 from embedding_bag_cases import LR, make_case
 from jagged_cases import BAD_LAYOUT, BAD_OFFSETS
-from layout_calls import OPS, InLists, as_call
+from layout_calls import OPS, ListOps, as_call
 from test_embedding_bag_bad_input import (
     BAD_ARGUMENTS,
     FAMILY,
@@ -39,7 +39,7 @@ from rec_kernels.ops.autograd import signature_of
 from rec_kernels.ops.table_layout import Column, Size
 from rec_kernels.testing import same_bits
 
-LISTED = InLists(triton)
+LISTED = ListOps(triton)
 on_device = OnDevice(triton, lambda t: t.to(DEVICE), Tensor.cpu)
 
 

@@ -13,7 +13,7 @@ import torch
 from backends import PASSED, OnDevice
 from embedding_bag_cases import EPS, LR, OPTIMIZERS, Case, cases, make_case
 from hypothesis import strategies as st
-from layout_calls import InLists
+from layout_calls import ListOps
 from test_embedding_bag_bad_input import LAYOUT
 from tiers import cross, drawn, full
 from torch import Tensor
@@ -31,7 +31,7 @@ INT64_MAX, BAD_LAYOUT = 2**63 - 1, -(2**63)
 SLACK = 1 + 1e-3
 
 
-ops = InLists(OnDevice(triton, lambda t: t.to(DEVICE), Tensor.cpu))
+ops = ListOps(OnDevice(triton, lambda t: t.to(DEVICE), Tensor.cpu))
 
 
 def _rounded(case: Case, dtype: torch.dtype) -> Case:

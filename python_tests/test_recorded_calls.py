@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from backends import SOURCES, emulated
-from layout_calls import WITH_LAYOUT
+from layout_calls import LAYOUT_OPS
 from recording import Reader
 from replay import replay, replay_error
 from torch import Tensor
@@ -64,7 +64,7 @@ def test_errors(op: str) -> None:
 def test_errors_that_are_otherwise_now() -> None:
     """Changed errors are few, of ops with a layout, and all really differ."""
     of = {op for op in OPS for n, _ in _of("errors", op) if n in OTHERWISE}
-    assert of <= set(WITH_LAYOUT)
+    assert of <= set(LAYOUT_OPS)
     assert (
         len(OTHERWISE) == sum(len(numbers) for numbers in OTHERWISE_NOW.values()) < 0.3 * len(RECORDING.index["errors"])
     )

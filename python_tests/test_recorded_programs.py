@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from layout_calls import WITH_LAYOUT
+from layout_calls import LAYOUT_OPS
 from recording import Reader
 from replay_programs import call, resume_run
 
@@ -39,8 +39,8 @@ def test_programs(kind: str, message: str, tmp_path: Path) -> None:
 def test_no_op_has_the_name_of_before() -> None:
     """Saved programs find ops by overload name; none has the name of an earlier overload."""
     recorded = {entry["of"]["op"] for entry in PROGRAMS.values()}
-    assert recorded | {"row_cache_stats"} == set(WITH_LAYOUT)
-    assert [op for op in WITH_LAYOUT if "default" in getattr(torch.ops.rec_kernels, op).overloads()] == []
+    assert recorded | {"row_cache_stats"} == set(LAYOUT_OPS)
+    assert [op for op in LAYOUT_OPS if "default" in getattr(torch.ops.rec_kernels, op).overloads()] == []
 
 
 @pytest.mark.parametrize("number", range(len(RECORDING.index["training"])))

@@ -45,7 +45,7 @@ def check(given: Given, backends: Backends = every_backend) -> None:
             where = (backend.name, i, done.action)
             assert apply(case, done, state, backend.ops) == done.slots, where
             assert not case.differing(state, done.state), (*where, case.differing(state, done.state))
-            assert call("row_cache_stats", case.arguments | state, backend.ops).tolist() == done.held, where
+            assert call("row_cache_stats", case.arguments | state, backend.ops).tolist() == done.cached_and_dirty, where
 
 
 @pytest.mark.parametrize(("slots", "more"), [(0, 0), (40, 0), (3_000, 0), (300, 1_600)])
@@ -58,8 +58,8 @@ def test_stats_of_any_ranges(slots: int, more: int) -> None:
     ranges += [(draw.randrange(50), draw.randrange(4)) for _ in range(more)]
     expected = []
     for first, rows in ranges:
-        held = [d != 0 for t, d in zip(tags, dirty, strict=True) if t >= 0 and first <= t < first + rows]
-        expected.append([len(held), sum(held)])
+        is_dirty = [d != 0 for t, d in zip(tags, dirty, strict=True) if t >= 0 and first <= t < first + rows]
+        expected.append([len(is_dirty), sum(is_dirty)])
     given = {"cache_tags": torch.tensor(tags, dtype=torch.int64), "cache_dirty": torch.tensor(dirty, dtype=torch.uint8)}
     parts = rk.table_layout([1] * len(ranges), [1] * len(ranges))
     for column, numbers in zip((Column.row_offset, Column.num_embeddings), zip(*ranges, strict=True), strict=True):

@@ -15,16 +15,16 @@ from row_cache_disk_cases import (
     NONE,
     OPTIMIZERS,
     TABLES,
-    assert_alike,
-    assert_trains_alike,
+    assert_equal_state,
+    assert_equal_training,
     assert_unchanged,
     batch,
     check_budget,
-    held,
     make,
     on_disk,
     pair,
     skip_without_host,
+    state_without_tables,
     step,
     tables_of,
     trained_pair,
@@ -124,7 +124,7 @@ def test_the_bits_of_tables_in_memory(kind, way, tmp_path) -> None:
         outputs = [way(c, i) for c in collections]
         assert all(same_bits(a, b) for a, b in zip(*outputs, strict=True)), i
         check_budget(collections[1])
-    assert_alike(*collections)
+    assert_equal_state(*collections)
     memory, disk = (c.tier_report() for c in collections)
     assert memory["file_bytes"] == 0 < memory["row_bytes"]
     assert disk["file_bytes"] == memory["row_bytes"] > 3 * BUDGET
@@ -141,7 +141,7 @@ def test_products_of_parts(tmp_path) -> None:
         assert all(same_bits(a, b) for a, b in zip(*(with_factors(c, i) for c in (memory, disk)), strict=True))
     for a, b in zip(*(accumulated(c, 3) for c in (memory, disk)), strict=True):
         assert same_bits(a, b)
-    assert_alike(memory, disk)
+    assert_equal_state(memory, disk)
 
 
 def test_embedding_collection(tmp_path) -> None:
@@ -169,32 +169,32 @@ def test_wrong_announcements_take_no_room(tmp_path) -> None:
     for _ in range(20):
         disk.prefetch(batch(disk, 5000, size=200))  # more than the budget: nothing is read
     assert same_bits(step(memory, 10), step(disk, 10))
-    assert_alike(memory, disk)
+    assert_equal_state(memory, disk)
 
 
 def test_a_batch_that_does_not_fit(tmp_path) -> None:
     """MemoryError has both numbers; nothing changes, and smaller batches continue with the bits of memory."""
     memory, disk = trained_pair(LFU, tmp_path / "rows")
-    before = held(disk)
+    before = state_without_tables(disk)
     message = r"\d+ bytes.*memory_budget is \d+ bytes beside the cache's slots: give it more memory_budget"
     for context in (contextlib.nullcontext(), torch.no_grad()):
         with context, pytest.raises(MemoryError, match=message):
             disk(batch(disk, 7, size=100))
     assert_unchanged(disk, before)
-    assert_trains_alike(memory, disk)
+    assert_equal_training(memory, disk)
 
 
 def test_an_id_out_of_range(tmp_path) -> None:
     """Lookup and prefetch raise IndexError; nothing changes."""
     memory, disk = trained_pair(LFU, tmp_path / "rows")
-    before = held(disk)
+    before = state_without_tables(disk)
     bad = batch(disk, 7)
     bad.values()[-1] = 4_000
     for call in (disk, disk.prefetch):
         with pytest.raises(IndexError, match=r" = 4000 \(feature '"):
             call(bad)
     assert_unchanged(disk, before)
-    assert_trains_alike(memory, disk)
+    assert_equal_training(memory, disk)
 
 
 def test_bad_ids_that_are_ignored(tmp_path) -> None:
@@ -209,7 +209,7 @@ def test_bad_ids_that_are_ignored(tmp_path) -> None:
             pooled.square().sum().backward()
             outputs.append(pooled.detach())
     assert all(same_bits(a, b) for a, b in zip(outputs[:4], outputs[4:], strict=True))
-    assert_alike(*collections)
+    assert_equal_state(*collections)
 
 
 def test_empty_batches(tmp_path) -> None:
@@ -224,7 +224,7 @@ def test_empty_batches(tmp_path) -> None:
             )
             c.prefetch(none)
             c(none).values().square().sum().backward()
-    assert_alike(memory, disk)
+    assert_equal_state(memory, disk)
 
 
 def test_lookups_on_several_threads(tmp_path) -> None:
@@ -275,5 +275,5 @@ def test_init(tmp_path) -> None:
 def test_the_usual_start_is_that_of_memory(tmp_path) -> None:
     """The default init draws uniform numbers in chunks, with equal tables in memory."""
     memory, disk = pair(LRU, tmp_path / "rows")
-    assert_alike(memory, disk)
+    assert_equal_state(memory, disk)
     assert disk.state_dict()["file_generation"] == 1  # nothing has changed since

@@ -11,15 +11,15 @@ from row_cache_disk_cases import (
     LFU,
     LRU,
     NONE,
-    assert_alike,
+    assert_equal_state,
     assert_unchanged,
     batch,
     copied,
-    held,
     make,
     on_disk,
     pair,
     skip_without_host,
+    state_without_tables,
     step,
     tables_of,
     train,
@@ -49,7 +49,7 @@ def test_the_generation_of_the_checkpoint(tmp_path) -> None:
     again = copied_files(path, "again")
     last = make(on_disk(LFU, crashed))
     message = rf"file_generation is {given} and .*crashed has generation {given + 1}: .*generation={given}\)"
-    before = held(last)
+    before = state_without_tables(last)
     with pytest.raises(RuntimeError, match=message):
         last.load_state_dict(state)
     assert_unchanged(last, before)
@@ -61,7 +61,7 @@ def test_the_generation_of_the_checkpoint(tmp_path) -> None:
     for a, b in zip(train(second, 6, 6), expected[6:], strict=True):
         assert same_bits(a, b)
     memory.row_cache.stats.copy_(second.row_cache.stats)
-    assert_alike(memory, second)
+    assert_equal_state(memory, second)
     with pytest.raises(ValueError, match=r"generation.*99"):
         make(on_disk(LFU, again, generation=99))
 
@@ -113,7 +113,7 @@ def test_states_of_other_files_are_refused(tmp_path) -> None:
     train(other, 6)
     state, own = copied(one.state_dict()), copied(other.state_dict())
     assert state["file_generation"] == own["file_generation"]
-    before = held(other)
+    before = state_without_tables(other)
     with pytest.raises(RuntimeError, match=r"file_identity is -?\d+ and that of .*other is -?\d+: .*another file"):
         other.load_state_dict(state)
     assert_unchanged(other, before)
@@ -151,7 +151,7 @@ def test_a_file_without_its_log(tmp_path) -> None:
     c = make(on_disk(LRU, path))
     shutil.copyfile(path, tmp_path / "new")
     new = make(on_disk(LRU, tmp_path / "new"), init=lambda weight: weight.zero_())
-    assert_alike(c, new)
+    assert_equal_state(c, new)
     train(c)
     state = copied(c.state_dict())
     given = int(state["file_generation"])
@@ -165,4 +165,4 @@ def test_a_file_without_its_log(tmp_path) -> None:
     alone = make(on_disk(LRU, tmp_path / "aloneTrue"))
     alone.load_state_dict(state)
     c.row_cache.stats.zero_()
-    assert_alike(c, alone)
+    assert_equal_state(c, alone)

@@ -24,8 +24,8 @@ from row_cache_disk_cases import (
     NONE,
     OPTIMIZERS,
     TABLES,
-    assert_alike,
-    assert_trains_alike,
+    assert_equal_state,
+    assert_equal_training,
     batch,
     copied,
     make,
@@ -73,7 +73,7 @@ def test_opened_again(kind: tuple[rk.RowCache, int], optimizer, tmp_path) -> Non
     disk = make(on_disk(cache, tmp_path / "rows", budget), optimizer)
     disk.load_state_dict(state)
     memory.row_cache.stats.zero_()  # a restored collection resets it
-    assert_alike(memory, disk)
+    assert_equal_state(memory, disk)
 
 
 def test_states_with_tables_are_refused(tmp_path) -> None:
@@ -83,7 +83,7 @@ def test_states_with_tables_are_refused(tmp_path) -> None:
         RuntimeError, match=r"embedding_bags\.a\.weight cannot be loaded: the tables are those of .*rows"
     ):
         disk.load_state_dict(memory.state_dict())
-    assert_alike(memory, disk)
+    assert_equal_state(memory, disk)
 
 
 def test_a_state_inside_a_model(tmp_path) -> None:
@@ -129,7 +129,7 @@ def test_a_file_whose_making_was_stopped(tmp_path) -> None:
     with pytest.raises(KeyboardInterrupt) as kept:
         make(on_disk(LRU, tmp_path / "rows"), init=stop)
     disk = make(on_disk(LRU, tmp_path / "rows"))
-    assert_alike(memory, disk)
+    assert_equal_state(memory, disk)
     del kept  # with the failed collection, which has closed its file
 
 
@@ -179,7 +179,7 @@ def test_what_is_not_possible(tmp_path) -> None:
                 call(module)
     with pytest.raises((NotImplementedError, ValueError, TypeError), match="cannot be served"):
         disk.for_serving()
-    assert_trains_alike(memory, disk)
+    assert_equal_training(memory, disk)
 
 
 @pytest.mark.parametrize("cast", ["half", "bfloat16", "float", "double", "cpu"])
@@ -191,7 +191,7 @@ def test_casts_change_nothing(tables: list, cast: str, tmp_path) -> None:
         train(c, steps=3)
         getattr(c, cast)()
         train(c, 3)
-    assert_alike(memory, disk)
+    assert_equal_state(memory, disk)
 
 
 def test_close(tmp_path) -> None:
@@ -215,7 +215,7 @@ def test_close(tmp_path) -> None:
     again = make(on_disk(LRU, path))
     again.load_state_dict(state)
     memory.row_cache.stats.zero_()
-    assert_alike(memory, again)
+    assert_equal_state(memory, again)
 
 
 def test_a_state_without_a_cache(tmp_path) -> None:
@@ -276,7 +276,7 @@ def test_evaluations_change_nothing(tmp_path) -> None:
         for i in range(6):
             c(batch(c, i)).values().square().sum().backward()
     memory.row_cache.stats.zero_()
-    assert_alike(memory, disk)
+    assert_equal_state(memory, disk)
     assert int(disk.state_dict()["file_generation"]) > int(state["file_generation"])
 
 
@@ -363,7 +363,7 @@ def test_killed(times: int, tmp_path) -> None:
     disk.load_state_dict(state["tables"])
     train(memory, 0, done["step"] + 5)
     memory.row_cache.stats.zero_()
-    assert_alike(memory, disk)
+    assert_equal_state(memory, disk)
 
 
 def time_of(path: Path) -> int:

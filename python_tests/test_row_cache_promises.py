@@ -25,11 +25,11 @@ def test_memory(format: str, fraction: float, times: float, policy: str) -> None
     rows = 200_000
     module = collection(rows, DIM, format, rk.RowCache(fraction, policy=policy))
     (table,) = module.memory_report()
-    held = table["weight_bytes"] + table["cache_bytes"]
+    used_bytes = table["weight_bytes"] + table["cache_bytes"]
     buffers = {name: t for name, t in module.row_cache.named_buffers() if not name.startswith("_")}
     in_slots = sum(buffers[n].nbytes for n in buffers if n not in ("clock", "stats", "geometry"))
     assert table["cache_bytes"] == in_slots == module.tier_report()["cache_bytes"]
-    assert held * times <= rows * DIM * 4
+    assert used_bytes * times <= rows * DIM * 4
 
 
 def zipf(rows: int, exponent: float, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

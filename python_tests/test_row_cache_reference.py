@@ -208,8 +208,8 @@ def test_what_always_holds(given: tuple[CacheSample, list[Action]]) -> None:
     model = case.model()
     for action in given[1]:
         expected_of(case, [action], model)
-        held = [tag for tag in tags(model) if tag >= 0]
-        assert len(set(held)) == len(held)
+        cached_tags = [tag for tag in tags(model) if tag >= 0]
+        assert len(set(cached_tags)) == len(cached_tags)
         for place, slot in enumerate(model.slots):
             if slot.tag < 0:
                 continue
@@ -225,7 +225,7 @@ def test_what_always_holds(given: tuple[CacheSample, list[Action]]) -> None:
             flushed.flush()
             assert torch.equal(case.state(flushed)["weights"], after["weights"])
         total = [sum(getattr(s, name) for s in model.stats) for name in ("inserted", "evicted")]
-        assert total[0] - total[1] == len(held)
+        assert total[0] - total[1] == len(cached_tags)
 
 
 def decoded(model: RowCache, row: Row) -> torch.Tensor:

@@ -312,11 +312,11 @@ def test_convert() -> None:
     assert not differing(dict(other.row_cache.state_dict()), dict(original.row_cache.state_dict()))
     found = read(other)
     for t in other.tables:
-        held = torch.zeros(t.num_embeddings, dtype=torch.bool)
-        held[cached(original, t.name)] = True
-        assert 0 < held.sum() < len(held)
+        is_cached = torch.zeros(t.num_embeddings, dtype=torch.bool)
+        is_cached[cached(original, t.name)] = True
+        assert 0 < is_cached.sum() < len(is_cached)
         expected = rk.dequantize_rows(rk.quantize_rows(numbers(original, t.name), t.format), t.format, t.embedding_dim)
-        assert same_bits(found[t.name], torch.where(held[:, None], rows[t.name], expected + 0.0)), t.name
+        assert same_bits(found[t.name], torch.where(is_cached[:, None], rows[t.name], expected + 0.0)), t.name
 
 
 def test_made_without_memory() -> None:
