@@ -171,7 +171,7 @@ class Campaign:
 
 
 def _lines(stream: IO[str]) -> Iterator[list]:
-    """Yields a process's lines; raises Empty if none arrives for PATIENCE seconds."""
+    """Yields a process's lines; raises Empty if none arrives for TIMEOUT seconds."""
     lines: Queue[str | None] = Queue()
 
     def read() -> None:

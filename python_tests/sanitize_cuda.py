@@ -290,8 +290,8 @@ def check(
     """Makes every call on ``ops`` and on the CPU; an error in one call does not end the others.
 
     Args:
-        wanted: names of the ops that must be called.
-        say: called with each call's outcome.
+        required: names of the ops that must be called.
+        report: called with each call's outcome.
         some: the calls (default: ``calls()``).
 
     Returns:

@@ -115,7 +115,7 @@ def test_processes_that_die_or_hang_are_findings(monkeypatch: pytest.MonkeyPatch
         "    print(json.dumps(['done', 'an op', 'right']), flush=True)\n"
     )
     monkeypatch.setattr(fuzz_ops, "__file__", str(worker))
-    monkeypatch.setattr(fuzz_ops, "PATIENCE", 2)
+    monkeypatch.setattr(fuzz_ops, "TIMEOUT", 2)
     options = {"minutes": 1, "asan": False, "seed": 0, "first": 0, "calls": 4, "op": None}
     campaign = fuzz_ops.Campaign(type("Options", (), options))
     campaign.run()
