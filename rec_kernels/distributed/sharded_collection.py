@@ -292,13 +292,13 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
             nothing = bags.values.new_zeros(rows, 0, dtype=torch.float32)
             if not self.routes.own:
                 return nothing
-            shards, ids = self.shards, (bags.values, bags.offsets, starts)
+            shards = self.shards
             if ctx.is_prefetch:
-                shards._store.prefetch(shards._call(*ids), training=self.training)
+                shards._store.prefetch(lambda: shards._call(bags, starts), training=self.training)
                 return nothing
             with shards._store.pin_rows():
                 if ctx.training and shards.row_cache is not None:  # the lookup itself inserts no rows
-                    shards._store.lookup_arguments(shards._call(*ids), inserts=True)
+                    shards._store.lookup_arguments(shards._call(bags, starts), inserts=True)
                 return shards._lookup(bags, starts)
 
         with torch.no_grad():

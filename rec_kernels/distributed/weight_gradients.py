@@ -92,7 +92,7 @@ def _products(shards: TableCollection, grad: Tensor, bags: SelectedKeys, starts:
     layout = shards._layout.arguments(starts)
     given = {name: value for name, value in layout.items() if name != "bounds_check"}
     if shards.row_cache is not None:
-        cached = shards._store.lookup_arguments(shards._call(bags.values, bags.offsets, starts), inserts=False)
+        cached = shards._store.lookup_arguments(shards._call(bags, starts), inserts=False)
         given |= {name: cached[name] for name in ("cache_rows", "cache_slots")}
     weights = shards._weights
     return _ops.embedding_bag_backward_per_sample_weights.layout(grad, weights, bags.values, bags.offsets, **given)

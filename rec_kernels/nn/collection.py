@@ -349,7 +349,7 @@ class TableCollection(nn.Module):
         options |= self._features.output(dtype or self.output_dtype)
         options["per_sample_weights"] = given.weights
         if cache is not None:
-            table_call = self._call(given.values, given.offsets, starts)
+            table_call = self._call(given, starts)
             options |= self._store.lookup_arguments(table_call, inserts=self.training and torch.is_grad_enabled())
         if update is not None:
             refuse_data_parallel(self)
@@ -372,9 +372,10 @@ class TableCollection(nn.Module):
             self._store.keep_until_backward(output, table_call)
         return output
 
-    def _call(self, values: Tensor, offsets: Tensor, starts: Tensor | None) -> TableCall:
+    def _call(self, bags: SelectedKeys | Lookup, starts: Tensor | None) -> TableCall:
         layout: Any = self._modules["_layout"]
-        return TableCall(self._weights, (values, offsets, starts), layout.arguments(starts), self._rounding())
+        given = bags.values, bags.offsets, starts
+        return TableCall(self._weights, given, layout.arguments(starts), self._rounding())
 
     def _differentiated(self, factors: Tensor | None) -> list[Tensor]:
         """Lists the tables if torch may need their gradients; each listed table makes the call slower."""
@@ -416,7 +417,7 @@ class TableCollection(nn.Module):
     def _apply_update(self, lookup: Lookup, by_row: list[int], scaling: dict[str, Tensor]) -> None:
         self._store.refuse_prefetched("an update")
         options = self._update_options(tensors := tensors_of(self)) | scaling
-        options |= self._store.update_arguments(lambda: self._call(lookup.values, lookup.offsets, lookup.bag_starts))
+        options |= self._store.update_arguments(lambda: self._call(lookup, lookup.bag_starts))
         layouts = self._layout.of_updates(by_row, lookup.bag_starts, lookup.shared)
         update_tables(lookup, tensors, options, self._update.of_each(tensors, layouts))
 
@@ -556,13 +557,11 @@ class TableCollection(nn.Module):
         Raises:
             As ``forward``, except MemoryError. RuntimeError: the rows of another prefetched batch are in the cache.
         """
-        if self._store.takes_prefetches(training=self.training):
-            given, starts = self._select_bags(features)
-            try:
-                self._store.prefetch(self._call(given.values, given.offsets, starts), training=self.training)
-            except (IndexError, ValueError) as error:
-                explain(error, self.feature_names)
-                raise
+        try:
+            self._store.prefetch(lambda: self._call(*self._select_bags(features)), training=self.training)
+        except (IndexError, ValueError) as error:
+            explain(error, self.feature_names)
+            raise
 
     def close(self, *, apply: bool = False) -> None:
         """Closes the file of tables on disk, which is unusable afterwards. Changes since the last ``flush()`` are lost.

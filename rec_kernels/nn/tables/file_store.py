@@ -111,11 +111,8 @@ class FileStore(TableStore):
         if self.file.loads != loads:
             self._load_for_update(call)
 
-    def takes_prefetches(self, *, training: bool) -> bool:
-        return True
-
-    def prefetch(self, call: TableCall, *, training: bool) -> None:
-        self.file.prefetch(self.cache.plan(call, inserts=training)[0])
+    def prefetch(self, call: Callable[[], TableCall], *, training: bool) -> None:
+        self.file.prefetch(self.cache.plan(call(), inserts=training)[0])
 
     def numbers(self) -> dict[str, int]:
         return {"file_identity": self.file.identity, "file_generation": self.file.file.generation}

@@ -141,12 +141,8 @@ class TableStore:
     def keep_until_backward(self, output: Tensor, call: TableCall) -> None:
         """Ensures that the rows of a lookup are in memory when its backward runs."""
 
-    def prefetch(self, call: TableCall, *, training: bool) -> None:
-        """Starts to load rows of the next batch."""
-
-    def takes_prefetches(self, *, training: bool) -> bool:
-        """True if ``prefetch`` has an effect."""
-        return False
+    def prefetch(self, call: Callable[[], TableCall], *, training: bool) -> None:
+        """Starts to load rows of the next batch, whose lookup is ``call()``, which is called only if needed."""
 
     def refuse_prefetched(self, what: str) -> None:
         """Raises RuntimeError if rows of a prefetched batch are cached: ``what`` must wait for that batch's lookup."""
@@ -289,12 +285,10 @@ class HostStore(TableStore):
         else:
             self._prefetched.watch(output, lambda: None if is_deferred() else self.updated())
 
-    def takes_prefetches(self, *, training: bool) -> bool:
-        return training
-
-    def prefetch(self, call: TableCall, *, training: bool) -> None:
-        self._prefetched.announce(call)
-        self._insert_prefetched()
+    def prefetch(self, call: Callable[[], TableCall], *, training: bool) -> None:
+        if training:
+            self._prefetched.announce(call())
+            self._insert_prefetched()
 
     def _insert_prefetched(self) -> None:
         """Inserts the rows of the prefetched batch, unless an update must run before."""
