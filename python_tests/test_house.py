@@ -181,13 +181,13 @@ def test_older_compilers_trace_the_package() -> None:
     """The package avoids two functions that the Dynamo of torch 2.10 and 2.11 traces wrongly.
 
     There torch.compiler.is_exporting() is True in every torch.compile, and torch.amp.is_autocast_available() breaks
-    graphs. rec_kernels/ops/exporting.py replaces the first.
+    graphs. rec_kernels/ops/tracing.py replaces the first.
     """
     wrong = {"is_exporting", "is_autocast_available"}
     assert attributes("import torch\nif torch.compiler.is_exporting():\n    f()\n") == {"compiler", "is_exporting"}
     found = [p for p in (ROOT / "rec_kernels").rglob("*.py") if wrong & attributes(p.read_text())]
     names = {path.relative_to(ROOT).as_posix() for path in found}
-    assert_none(names - {"rec_kernels/ops/exporting.py"}, "files ask torch what older torch's compilers get wrong")
+    assert_none(names - {"rec_kernels/ops/tracing.py"}, "files ask torch what older torch's compilers get wrong")
 
 
 def test_one_stem_per_op() -> None:

@@ -13,8 +13,8 @@ from rec_kernels.nn.tables.optimizers import Optimizer
 from rec_kernels.nn.tables.parameters import Tables, refuse_replacing
 from rec_kernels.nn.tables.row_cache import RowCache
 from rec_kernels.nn.training.fused_update import FusedUpdate
-from rec_kernels.ops.exporting import is_exporting
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
+from rec_kernels.ops.tracing import is_exporting
 
 
 class CollectionOptions(TypedDict, total=False):

@@ -13,7 +13,7 @@ from rec_kernels.nn.jagged.checks import describe_bad_step
 from rec_kernels.nn.jagged.select_features import BAD_LAYOUT, NOTHING_BAD, SelectedKeys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.ops.bad_ids import explained
-from rec_kernels.ops.status import cannot_read
+from rec_kernels.ops.tracing import cannot_read
 
 _LATER = "; found on the GPU, in an earlier lookup of this collection"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rec_kernels.ops.fakes import check_one_device
 from rec_kernels.ops.layout_records import integer_or_symbol
-from rec_kernels.ops.status import cannot_read
+from rec_kernels.ops.tracing import cannot_read
 
 _ops = torch.ops.rec_kernels
 

@@ -25,7 +25,7 @@ from rec_kernels.ops.layout_records import (
     integers,
     listed,
 )
-from rec_kernels.ops.status import cannot_read
+from rec_kernels.ops.tracing import cannot_read
 
 P = ParamSpec("P")
 

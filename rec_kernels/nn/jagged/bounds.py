@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.jagged.checks import check_integers, has_data, integers_of
-from rec_kernels.ops.exporting import is_exporting
 from rec_kernels.ops.layout_records import integer_or_symbol, listed
+from rec_kernels.ops.tracing import is_exporting
 
 
 def to_offsets(lengths: Tensor) -> Tensor:

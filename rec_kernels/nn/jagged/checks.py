@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.ops.layout_records import ID_DTYPES, check_tensor, integers
-from rec_kernels.ops.status import cannot_read
+from rec_kernels.ops.tracing import cannot_read
 
 _ops = torch.ops.rec_kernels
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from rec_kernels.nn.arguments import integer_from
 from rec_kernels.nn.jagged import bounds, checks, text
 from rec_kernels.nn.jagged.container import BagContainer
 from rec_kernels.ops.layout_records import check_tensor, listed
-from rec_kernels.ops.status import cannot_read
+from rec_kernels.ops.tracing import cannot_read
 
 
 class JaggedTensor(BagContainer):

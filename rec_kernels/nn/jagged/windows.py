@@ -15,7 +15,7 @@ from rec_kernels.nn.jagged.select_features import check_keys
 from rec_kernels.nn.jagged.tensors import KeyedJaggedTensor
 from rec_kernels.ops.jagged_overlaps import jagged_overlaps
 from rec_kernels.ops.jagged_windows import jagged_windows
-from rec_kernels.ops.status import cannot_read
+from rec_kernels.ops.tracing import cannot_read
 
 
 class KeyedJaggedWindows(OffsetsContainer):

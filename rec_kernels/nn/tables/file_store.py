@@ -17,7 +17,7 @@ from rec_kernels.nn.tables.row_cache import CacheState, RowCache
 from rec_kernels.nn.tables.rows import initialize, takes_chunks, write
 from rec_kernels.nn.tables.store import HostStore, TableStore, device_of
 from rec_kernels.nn.tables.table_file import TableFile
-from rec_kernels.ops.exporting import is_exporting
+from rec_kernels.ops.tracing import is_exporting
 
 
 class FileStore(TableStore):

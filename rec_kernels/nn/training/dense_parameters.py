@@ -15,8 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from rec_kernels.nn.tables.config import StoredTable
 from rec_kernels.nn.tables.parameters import RequiresGrad
 from rec_kernels.nn.training.fused_optimizer import FusedGroup, FusedOptimizer
-from rec_kernels.ops.exporting import is_exporting
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
+from rec_kernels.ops.tracing import is_exporting
 
 _MARK = "_rec_kernels_mark"  # an attribute of a parameter
 

@@ -1,8 +1,17 @@
-"""Detection of ``torch.export`` for code that behaves differently there."""
+"""Detection of tracers and CUDA graph captures, for code that behaves differently there."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
+
+def cannot_read(t: Tensor) -> bool:
+    """True if the host cannot read a tensor on ``t``'s device: during compilation or CUDA graph capture.
+
+    GPU kernels, which cannot raise, report errors in a ``status`` that the host reads otherwise.
+    """
+    return torch.compiler.is_compiling() or (t.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def is_exporting() -> bool:
