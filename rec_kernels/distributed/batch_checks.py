@@ -10,7 +10,7 @@ from torch import Tensor
 from rec_kernels.distributed.routes import Routes
 from rec_kernels.nn.jagged.checks import check_bounds, check_integers, check_weights, describe_bag
 from rec_kernels.nn.jagged.distinct_bags import select_distinct
-from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, batch_size_error, select_keys
+from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, select_keys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.ops.bad_ids import advice_on
 
@@ -55,8 +55,6 @@ def checked_batch(
     features = as_batch(features, names)
     if pooled and not by_feature:
         given, shared = select_distinct(features, names)
-        if given.strides is not None and shared is None:
-            raise batch_size_error(names, given.strides)
     else:
         given, shared = select_keys(features, names, exact=not pooled), None
     _check_tensors(given, names)

@@ -10,7 +10,7 @@ from rec_kernels.nn import late_errors
 from rec_kernels.nn.jagged.distinct_bags import select_distinct
 from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
-from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, batch_size_error, select_keys
+from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, select_keys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.nn.served import LookupModule
 from rec_kernels.nn.tables.feature_map import FeatureLookup
@@ -25,13 +25,11 @@ def look_up(tables: LookupModule, features) -> KeyedTensor:
     feature_map = tables._features
     features = as_batch(features, feature_map.feature_names)
     given, shared = select_distinct(features, feature_map.feature_names)
-    if shared is not None:
-        pooled = _look_up_shared(tables, given, shared)
-    elif given.strides is not None:
-        raise batch_size_error(feature_map.feature_names, given.strides)
+    if shared is None:
+        pooled = look_up_bags(tables, given)
     else:
-        pooled = finish(tables, tables._lookup(given))
-    return KeyedTensor._from_parts(feature_map.output_keys, feature_map.output_dims, pooled.to(tables.output_dtype))
+        pooled = _look_up_shared(tables, given, shared).to(tables.output_dtype)
+    return KeyedTensor._from_parts(feature_map.output_keys, feature_map.output_dims, pooled)
 
 
 def look_up_bags(tables: LookupModule, given: SelectedKeys) -> Tensor:

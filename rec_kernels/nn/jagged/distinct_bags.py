@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rec_kernels.nn.jagged.checks import has_data
 from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged.select_features import SelectedKeys, check_keys, select_keys
@@ -16,18 +18,19 @@ def select_distinct(features, keys: list[str]) -> tuple[SelectedKeys, SharedBags
 
     Returns:
         The selected bags, with ``strides`` if batch sizes differ or samples share bags; and which bags the samples
-        share. The latter is None if every bag is a sample's own, or if batch sizes differ and the batch has no inverse
-        indices.
+        share. The latter is None if every bag is a sample's own.
 
     Raises:
-        KeyError: a feature is missing. IndexError: inverse indices are out of range (on the CPU).
+        KeyError: a feature is missing. IndexError: inverse indices are out of range (on the CPU). ValueError: batch
+        sizes differ, and the batch has no inverse indices.
     """
     if isinstance(features, InverseKeyedJaggedTensor):
         return _select_groups(features, keys)
     given = select_keys(features, keys)
-    inverse = None if given.strides is None else features.inverse_indices_or_none()
-    if inverse is None:
+    if given.strides is None:
         return given, None
+    if (inverse := features.inverse_indices_or_none()) is None:
+        raise _batch_size_error(keys, given.strides)
     names, places = inverse
     order = [names.index(key) for key in keys]
     if order != list(range(len(names))):
@@ -56,3 +59,12 @@ def _select_groups(features: InverseKeyedJaggedTensor, keys: list[str]) -> tuple
     if given.strides is None:  # all features have one batch size
         given = given._replace(strides=[bags.stride()] * len(keys))
     return given, SharedBags.from_rows(features.inverse_of_groups(), groups, given.strides, keys)
+
+
+def _batch_size_error(names: Sequence[str], strides: Sequence[int]) -> ValueError:
+    odd = next((f for f, size in enumerate(strides) if size != strides[0]), 0)
+    which = f": {names[0]!r} has {strides[0]} samples, {names[odd]!r} has {strides[odd]}" if odd else ""
+    return ValueError(
+        f"the features have batch sizes of their own and no inverse indices{which}, so there is no batch that their "
+        "outputs could be rows of: give all as many samples, or inverse_indices, or use by_feature()"
+    )

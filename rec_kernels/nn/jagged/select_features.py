@@ -223,16 +223,6 @@ def select_bags(
     return chosen, new_offsets, weights
 
 
-def batch_size_error(names: Sequence[str], strides: Sequence[int]) -> ValueError:
-    """The error for batch sizes that differ where a lookup returns one row per sample."""
-    odd = next((f for f, size in enumerate(strides) if size != strides[0]), 0)
-    which = f": {names[0]!r} has {strides[0]} samples, {names[odd]!r} has {strides[odd]}" if odd else ""
-    return ValueError(
-        f"the features have batch sizes of their own and no inverse indices{which}, so there is no batch that their "
-        "outputs could be rows of: give all as many samples, or inverse_indices, or use by_feature()"
-    )
-
-
 def check_keys(keys: Sequence[str], have: list[str]) -> None:
     """Raises KeyError unless ``have`` contains all ``keys``; ValueError if ``keys`` is a string."""
     if isinstance(keys, str):
