@@ -54,7 +54,8 @@ class FbgemmTables(ExternalTables):
     """
 
     def __init__(self, module: Any, *, rows_only: bool = False, names: Sequence[str] | None = None) -> None:
-        self._module, self._kinds, self._names = module, (), names
+        self._module, self._names = module, names
+        self._kinds: tuple[str, ...] = ()
         self.has_names = names is not None
         self._described = f"FBGEMM's {module.optimizer.name}"
         if module.weights_precision.name not in ("FP32", "FP16", "BF16"):
@@ -66,8 +67,6 @@ class FbgemmTables(ExternalTables):
             check_weight(table, weight)
         if not rows_only:
             self._read_optimizer()
-
-    _kinds: tuple[str, ...]
 
     def _read_optimizer(self) -> None:
         module, name = self._module, self._module.optimizer.name

@@ -126,16 +126,10 @@ class MixedDimensionEmbeddingBag(OneTable):
         self.block_dims = dims
         bound = self.num_embeddings**-0.5  # depends on the whole table, not on the block
         init = functools.partial(nn.init.uniform_, a=-bound, b=bound)
+        names = [f"{name}_{k}" for k in range(len(sizes))]
         tables = [
-            EmbeddingBagConfig(
-                size,
-                dim,
-                name=f"{name}_{k}",
-                feature_names=[f"{name}_{k}"],
-                format=format,
-                init=init,
-            )
-            for k, (size, dim) in enumerate(zip(sizes, dims, strict=True))
+            EmbeddingBagConfig(size, dim, name=own, feature_names=[own], format=format, init=init)
+            for own, size, dim in zip(names, sizes, dims, strict=True)
         ]
         # "ignore": every block skips the ids of the other blocks.
         self.blocks = EmbeddingBagCollection(
