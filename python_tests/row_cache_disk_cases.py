@@ -109,7 +109,7 @@ def check_budget(collection) -> None:
     """Asserts that resident memory is within the budget."""
     store = collection._store
     if isinstance(store, FileStore):
-        resident = store.file.file.stats()["resident_bytes"] + collection.row_cache.num_bytes()
+        resident = store.file.row_file.stats()["resident_bytes"] + collection.row_cache.num_bytes()
         assert resident <= collection.row_cache.cache.memory_budget
 
 

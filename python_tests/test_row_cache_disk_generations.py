@@ -130,7 +130,7 @@ def test_an_update_after_a_flush_that_failed(call: str, tmp_path) -> None:
         train(c, steps=12)
     outputs = [c(batch(c, 100, size=8)).values() for c in (memory, disk)]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    most = disk._store.file.file.stats()["log_bytes"] + 4 * 4096  # some blocks more
+    most = disk._store.file.row_file.stats()["log_bytes"] + 4 * 4096  # some blocks more
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
     try:
         with pytest.raises(OSError, match=r"File too large.*rows\.log"):
@@ -161,7 +161,7 @@ def test_a_file_without_its_log(tmp_path) -> None:
         c = make(on_disk(LRU, path))
         c.load_state_dict(state)
     before = make(on_disk(LRU, tmp_path / "aloneFalse"))
-    assert before._store.file.file.generation == given - 1
+    assert before._store.file.row_file.generation == given - 1
     alone = make(on_disk(LRU, tmp_path / "aloneTrue"))
     alone.load_state_dict(state)
     c.row_cache.stats.zero_()

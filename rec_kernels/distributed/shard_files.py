@@ -23,7 +23,7 @@ def check_files(shards: TableCollection, group: dist.ProcessGroup) -> None:
     """
     store, own = shards._store, None
     if isinstance(store, FileStore):
-        own = str(store.file.path), store.file.is_new, store.file.file.generation
+        own = str(store.file.path), store.file.is_new, store.file.row_file.generation
     found = [file for file in gather_objects(own, group) if file is not None]
     for path, is_new, generation in found:
         first, was_new, expected = found[0]
@@ -53,10 +53,10 @@ def flush(shards: TableCollection, group: dist.ProcessGroup, on_all_ranks: Calla
     """
     on_all_ranks(shards.flush)
     file = shards._store.file if isinstance(shards._store, FileStore) else None
-    latest = max(gather_objects(0 if file is None else file.file.generation, group))
+    latest = max(gather_objects(0 if file is None else file.row_file.generation, group))
 
     def catch_up() -> None:  # an earlier flush succeeded on other ranks and failed on this one
-        while file is not None and file.file.generation < latest:
+        while file is not None and file.row_file.generation < latest:
             file.flush()
 
     on_all_ranks(catch_up)

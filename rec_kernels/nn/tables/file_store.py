@@ -61,8 +61,8 @@ class FileStore(TableStore):
 
     def close(self, *, apply: bool) -> None:
         if apply:
-            self.file.file.apply()
-        self.file.file.close()
+            self.file.row_file.apply()
+        self.file.row_file.close()
 
     def pin_rows(self) -> AbstractContextManager[None]:
         if is_exporting():
@@ -115,7 +115,7 @@ class FileStore(TableStore):
         self.file.prefetch(self.cache.plan(call(), inserts=training)[0])
 
     def numbers(self) -> dict[str, int]:
-        return {"file_identity": self.file.identity, "file_generation": self.file.file.generation}
+        return {"file_identity": self.file.identity, "file_generation": self.file.row_file.generation}
 
     def fit_state(self, state_dict: dict, prefix: str, weights: list[str]) -> bool:
         """As ``TableStore.fit_state``. The file has all rows of the state's generation; the caches may differ.
@@ -138,7 +138,7 @@ class FileStore(TableStore):
                 f"{name} is {int(state_dict[name])} and that of {self.file.path} is {own}: the state is of tables in "
                 "another file; nothing was changed"
             )
-        given, own = state_dict.get(f"{prefix}file_generation"), self.file.file.generation
+        given, own = state_dict.get(f"{prefix}file_generation"), self.file.row_file.generation
         has_cache = any(name.startswith(f"{prefix}row_cache.") for name in state_dict)
         if given is None and has_cache and (self.file.has_unflushed_slots or self.file.has_changed):
             raise RuntimeError(
@@ -174,7 +174,7 @@ class FileStore(TableStore):
             self.file.flush()
 
     def tier_report(self, weights: Tensor) -> dict[str, int]:
-        stats = self.file.file.stats()
+        stats = self.file.row_file.stats()
         return super().tier_report(weights) | {
             "row_bytes": stats["resident_bytes"],
             "file_bytes": weights.nbytes,

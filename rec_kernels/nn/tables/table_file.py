@@ -60,14 +60,14 @@ class TableFile:
             raise ValueError(f"{self.path} does not exist, and was to be opened at generation {generation}")
         if not exists:
             num_bytes = max(storage.starts[-1] * unit, 1)
-            self.file = row_file.create(self.path, num_bytes, layout=layout, memory_budget=memory_budget)
+            self.row_file = row_file.create(self.path, num_bytes, layout=layout, memory_budget=memory_budget)
         else:
             options = {"layout": layout, "memory_budget": memory_budget, "generation": generation}
-            self.file = row_file.open(self.path, **options)
+            self.row_file = row_file.open(self.path, **options)
         #: The identity in the file's header, as an int64.
-        self.identity = int(np.uint64(self.file.identity).astype(np.int64))
+        self.identity = int(np.uint64(self.row_file.identity).astype(np.int64))
         #: True until the initial rows are flushed; the process that created the file may have died before that.
-        self.is_new = self.file.generation == 0
+        self.is_new = self.row_file.generation == 0
         #: Number of loads and flushes. If it changes after a load, the rows may be evicted or marked clean.
         self.loads = 0
         #: True if rows may have been written since the current generation.
@@ -79,7 +79,7 @@ class TableFile:
     @contextlib.contextmanager
     def pin_rows(self) -> Iterator[None]:
         """Holds the lock: within the block, rows that this thread loads stay in memory."""
-        _ = self.file.closed  # RuntimeError in a forked process, where the lock's owner may not exist
+        _ = self.row_file.closed  # RuntimeError in a forked process, where the lock's owner may not exist
         with self._lock:
             yield
 
@@ -96,7 +96,7 @@ class TableFile:
     def weights(self, storage: Storage) -> Tensor:
         """The flat tensor: address space for all rows, memory for loaded rows only."""
         size = storage.starts[-1]
-        return torch.from_numpy(self.file.window)[: size * storage.dtype.itemsize].view(storage.dtype)
+        return torch.from_numpy(self.row_file.window)[: size * storage.dtype.itemsize].view(storage.dtype)
 
     def mapped(self, tables: Sequence[Tensor]) -> list[Tensor]:
         """Maps the tables of the last flush from the file; rows are read on access.
@@ -109,8 +109,8 @@ class TableFile:
         Raises:
             OSError: the last flush could not be applied, or the file could not be mapped.
         """
-        self.file.apply()
-        block, size = self.file.block_bytes, self.file.num_bytes
+        self.row_file.apply()
+        block, size = self.row_file.block_bytes, self.row_file.num_bytes
         start = os.path.getsize(self.path) - -(-size // block) * block  # the blocks are at the end of the file
         mapped = np.memmap(self.path, np.uint8, "c", start, (size,))
         own = zip(self._starts, tables, strict=True)
@@ -124,17 +124,17 @@ class TableFile:
             MemoryError: they do not fit in the budget. OSError: a read failed, or a write-back of evicted rows.
         """
         self._load(*self._places(rows))
-        self.file.mark_dirty(*self._places(written))
+        self.row_file.mark_dirty(*self._places(written))
         self.has_changed |= len(written) > 0
 
     def _load(self, starts: np.ndarray, sizes: np.ndarray) -> None:
         self.loads += 1  # even on failure, which may evict rows of the previous load
         try:
-            self.file.load(starts, sizes)
+            self.row_file.load(starts, sizes)
         except MemoryError:  # prefetched rows may occupy the budget
-            self.file.cancel_prefetch()
+            self.row_file.cancel_prefetch()
             try:
-                self.file.load(starts, sizes)
+                self.row_file.load(starts, sizes)
             except MemoryError as error:
                 advice = "give it more memory_budget, or look up fewer rows at a time"
                 raise MemoryError(f"{error} beside the cache's slots: {advice}") from None
@@ -144,28 +144,28 @@ class TableFile:
         start = self._starts[i] + first * self._sizes[i]
         self.loads += 1
         self.has_changed = True
-        self.file.load(np.array([start]), int(count * self._sizes[i]), write=True)
+        self.row_file.load(np.array([start]), int(count * self._sizes[i]), write=True)
 
     def prefetch(self, rows: Tensor) -> None:
         """Starts to read rows for a later ``load``, if they fit beside the loaded rows."""
         with contextlib.suppress(MemoryError):
-            self.file.prefetch(*self._places(rows))
+            self.row_file.prefetch(*self._places(rows))
 
     def forget_prefetched(self) -> None:
         """Drops prefetched rows that were not loaded, since they may never be used."""
-        self.file.cancel_prefetch()
+        self.row_file.cancel_prefetch()
 
     def rows_at_once(self, i: int) -> int:
         """Number of consecutive rows of table i that fit in half of the budget, and as float32 in a quarter of it and
         in 1 MiB."""
-        fit = (self.file.memory_budget // 2 - 2 * self.file.block_bytes) // int(self._sizes[i])
-        floats = min(self.file.memory_budget // 4, 1 << 20) // (4 * self._dims[i])
+        fit = (self.row_file.memory_budget // 2 - 2 * self.row_file.block_bytes) // int(self._sizes[i])
+        floats = min(self.row_file.memory_budget // 4, 1 << 20) // (4 * self._dims[i])
         return max(1, min(fit, floats))
 
     def scattered_rows_at_once(self) -> int:
         """Number of arbitrary rows that fit in half of the budget; a row may span several blocks."""
-        blocks = 1 + -(-int(self._sizes.max(initial=1)) // self.file.block_bytes)
-        return max(1, self.file.memory_budget // 2 // (blocks * self.file.block_bytes))
+        blocks = 1 + -(-int(self._sizes.max(initial=1)) // self.row_file.block_bytes)
+        return max(1, self.row_file.memory_budget // 2 // (blocks * self.row_file.block_bytes))
 
     def _places(self, rows: Tensor) -> tuple[np.ndarray, np.ndarray]:
         linear = rows.numpy()
@@ -176,12 +176,12 @@ class TableFile:
     def flush(self, *, apply: bool = False) -> None:
         """Makes a new generation durable; the previous one can be opened until the next write, unless ``apply``."""
         self.loads += 1  # even on failure, which may already have marked blocks as clean
-        self.file.flush(apply=apply)
+        self.row_file.flush(apply=apply)
         self.has_changed = self.has_unflushed_slots = False
 
     def discard(self) -> None:
         """Closes the file, and deletes it if this object created it."""
-        self.file.close()
+        self.row_file.close()
         if self.is_created:
             for path in (self.path, Path(f"{self.path}.log")):
                 path.unlink(missing_ok=True)
