@@ -112,6 +112,14 @@ def _tables(ops) -> object:
     return ops.embedding_bag_tables(weights, tables, torch.tensor([4, 0, 2]), torch.tensor([0, 2, 3]), **layout)
 
 
+def _half_gradients(ops) -> Tensor:
+    """Dense gradients of tables in three dtypes, of hot rows, and of rows wider than a warp's registers."""
+    case = make_case([(5, 16), (3, 33), (2, 600)], [0, 1, 2, 0], [70, 3, 0, 5, 2, 1, 4, 9], seed=6)
+    encoded = EncodedCase(case, ["fp32", "bf16", "fp16"])
+    given = {"grad": case.grad, "weights": encoded.flat, "values": case.values, "offsets": case.offsets}
+    return ops.embedding_bag_backward_dense(**given, **layout_of(encoded)._asdict())
+
+
 def _shared(ops) -> Iterator[object]:
     """Bags shared by samples, in two groups, and a feature in none; most samples share the first bag."""
     inverse = (torch.arange(600) ** 2).view(2, 300) % 4 * (torch.arange(300) % 5 > 3)
@@ -234,6 +242,7 @@ def calls() -> dict[str, Callable]:
         "one table": _one_table,
         "one table, backward": _one_table_backward,
         "tables": _tables,
+        "half gradients": _half_gradients,
         "row formats": _row_formats,
         # Calls change their case: each makes its own.
         "features": lambda ops: _everything(every_format_once(next(_cases())), ops),

@@ -131,6 +131,8 @@ using Shape = std::vector<int64_t>;
 RK_EXPORT Part read_one_table(const Shape& weights_shape, bool mean);
 inline Sizes sizes_of(const Tensor& weights) { return weights.sizes(); }
 inline Sizes sizes_of(const Shape& shape) { return {shape.data(), shape.size()}; }
+inline ScalarType type_of(const Tensor& weights) { return weights.scalar_type(); }
+inline ScalarType type_of(const Shape&) { return ScalarType::Float; }
 // Checks dtype, rank and device of the `weights` of a call with a layout. For values on a GPU, host memory is allowed.
 RK_EXPORT void check_weights(const Tensor& weights, const Tensor& values, const Layout& layout);
 // Checks rank, dtype and device of the tables of embedding_bag_tables, and that they fill `weights`.

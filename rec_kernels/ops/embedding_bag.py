@@ -216,7 +216,8 @@ def split_tables(flat: Tensor, shapes: list[torch.Size], dtypes: list[torch.dtyp
     sizes = [shape.numel() * dtype.itemsize // flat.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
     starts = table_starts(sizes, flat.itemsize)
     tables = [flat[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-    return [t.view(dtype).view(shape) for t, dtype, shape in zip(tables, dtypes, shapes, strict=True)]
+    typed = [t if t.dtype == dtype else t.view(dtype) for t, dtype in zip(tables, dtypes, strict=True)]
+    return [t.view(shape) for t, shape in zip(typed, shapes, strict=True)]
 
 
 def _outputs(like: Tensor, rows: int | torch.SymInt, columns: int, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:

@@ -307,8 +307,6 @@ BagInput read_gradient(const Tensor& grad, const Shape& shape, const OneTableBag
 }
 const uint8_t* rows_of(const Tensor& weights) { return static_cast<const uint8_t*>(weights.const_data_ptr()); }
 const uint8_t* rows_of(const Shape&) { return nullptr; }
-ScalarType type_of(const Tensor& weights) { return weights.scalar_type(); }
-ScalarType type_of(const Shape&) { return ScalarType::Float; }
 
 template <class Weights, class Arguments>
 Tensor backward_dense(const Tensor& grad_in, const Weights& weights, const Arguments& bags) {

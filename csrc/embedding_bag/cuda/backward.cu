@@ -201,8 +201,6 @@ GradientInput read_gradient(const Tensor& grad, const Tensor& weights, const Bag
   const auto* rows = in.multiplies ? on_gpu(weights, bags.values) : nullptr;
   return {std::move(in), limits_of(layout.num_parts, weights), rows};
 }
-ScalarType type_of(const Tensor& weights) { return weights.scalar_type(); }
-ScalarType type_of(const Shape&) { return ScalarType::Float; }
 GradientInput read_gradient(const Tensor& grad, const Shape& shape, const OneTableBags& bags, cudaStream_t) {
   check(grad, "grad").on_device_of(bags.values, "values");
   BagInput in = read_bags(bags, read_one_table(shape, parse_pooling(bags.pooling)));
