@@ -201,12 +201,34 @@ def test_tables_in_files() -> None:
         assert file.perf.fwd_compute - memory.perf.fwd_compute == pytest.approx(more)
 
 
+def test_constraints() -> None:
+    """TorchRec's constraints of a table select its sharding types and set its lengths; others keep theirs."""
+    from torchrec.distributed.planner import ParameterConstraints
+
+    types = ("table_wise", "row_wise", "column_wise", "data_parallel")
+    constraints = {f"t{i}": ParameterConstraints(sharding_types=[kind]) for i, kind in enumerate(types[:3])}
+    found, options = planned(tables_of([100, 50, 40, 30]), types=types, constraints=constraints, lengths={"f0": 3})
+    assert found == {"t0": "table_wise", "t1": "row_wise", "t2": "column_wise", "t3": found["t3"]}
+    assert next(o for o in options if o.name == "t0").input_lengths == [3]
+    given = {"t0": ParameterConstraints(pooling_factors=[7.0])}
+    found, options = planned(tables_of([100]), types=("row_wise",), constraints=given, lengths={"f0": 3})
+    assert found == {"t0": "row_wise"}
+    assert options[0].input_lengths == [7]
+
+
 def test_errors() -> None:
     """Lengths of unknown features, duplicate table names and models without tables are rejected."""
+    from torchrec.distributed.planner import ParameterConstraints
+
     with pytest.raises(
         ValueError, match=r"lengths name \['x'\], which are no features of the model's tables: \['f0'\]"
     ):
         planned(tables_of([10]), lengths={"x": 3})
+    row_wise, columns = (ParameterConstraints(sharding_types=[kind]) for kind in ("row_wise", "column_wise"))
+    with pytest.raises(ValueError, match=r"constraints name \['x'\], which are no tables of the model: \['t0'\]"):
+        planned(tables_of([10]), constraints={"x": row_wise})
+    with pytest.raises(ValueError, match=r"constraints\['t0'\]\.sharding_types = \['column_wise'\] must have one of"):
+        planned(tables_of([10]), constraints={"t0": columns})
     both = nn.ModuleDict({"a": tables_of([10]), "b": tables_of([20])})
     with pytest.raises(ValueError, match=r"tables \['t0'\] of collection 'tables.b' have the names of others"):
         planned(both)
@@ -223,6 +245,7 @@ def test_errors() -> None:
         ({"topology": 2}, "topology must be TorchRec's Topology, got 2"),
         ({"batch_size": 0}, "batch_size must be an integer, at least 1 and below 2.63, got 0"),
         ({"lengths": [1]}, r"lengths must be a dict of features' numbers of ids, got \[1\]"),
+        ({"constraints": {"t0": 1}}, "constraints must be a dict .* ParameterConstraints, got {'t0': 1}"),
         ({"lengths": {"f0": -1}}, r"lengths\['f0'\] = -1 must be a number, at least 0"),
         ({"lengths": {"f0": "x"}}, r"lengths\['f0'\] = 'x' must be a number, at least 0"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -196,6 +197,7 @@ def planner(
     *,
     batch_size: int = 512,
     lengths: Mapping[str, float] | None = None,
+    constraints: Mapping[str, ParameterConstraints] | None = None,
     **options: Any,
 ) -> EmbeddingShardingPlanner:
     """Returns TorchRec's planner for a model whose tables are all in collections of this package.
@@ -207,36 +209,57 @@ def planner(
         model: with collections, on any device. sharders: one for each kind of collection.
         topology: TorchRec's, of ranks, their memory and bandwidths.
         batch_size: samples of one rank. lengths: feature -> mean ids per sample; 1 if it is missing.
+        constraints: TorchRec's, by table. ``sharding_types`` selects among those possible; ``pooling_factors``, unless
+            they are TorchRec's default, [1.0], replace ``lengths`` of the table's features.
         options: other arguments of ``EmbeddingShardingPlanner``: ``storage_reservation``, ``proposer``, ``debug``, ...
 
     Raises:
         ValueError: the model has no collection that a sharder shards, or two with tables of one name; ``lengths`` has
-            an unknown feature or a value below 0; a collection cannot be sharded. TypeError: an argument has another
+            an unknown feature or a value below 0, ``constraints`` an unknown table or no type that is possible; a
+            collection cannot be sharded. TypeError: an argument has another
             type.
     """
-    _check_arguments(model, sharders, topology, batch_size, lengths)
-    constraints: dict[str, ParameterConstraints] = {}
-    given, features = dict(lengths or {}), set()
+    _check_arguments(model, sharders, topology, batch_size, lengths, constraints)
+    merged: dict[str, ParameterConstraints] = {}
+    given, narrower, features = dict(lengths or {}), dict(constraints or {}), set()
     for name, module in model.named_modules():
         sharder = next((s for s in sharders if type(module) is s.module_type), None)
         if sharder is None or not isinstance(module, TableCollection):
             continue
         own = sharder.constraints(module)
-        if both := sorted(own.keys() & constraints.keys()):
+        if both := sorted(own.keys() & merged.keys()):
             raise ValueError(f"tables {both} of collection {name!r} have the names of others: planners go by names")
         for table in module.tables:
             own[table.name].pooling_factors = [float(given.get(f, 1)) for f in table.feature_names]
             features.update(table.feature_names)
-        constraints |= own
-    if not constraints:
+            if table.name in narrower:
+                own[table.name] = _narrowed(table.name, own[table.name], narrower[table.name])
+        merged |= own
+    if not merged:
         raise ValueError("model must have a collection of a kind that one of the sharders shards, got none")
     if unknown := sorted(given.keys() - features):
         raise ValueError(f"lengths name {unknown}, which are no features of the model's tables: {sorted(features)}")
+    if unknown := sorted(narrower.keys() - merged.keys()):
+        raise ValueError(f"constraints name {unknown}, which are no tables of the model: {sorted(merged)}")
     costs = ByteCostEstimator(topology, sharders=sharders)
-    enumerator = EmbeddingEnumerator(topology, batch_size, constraints, estimator=costs)
+    enumerator = EmbeddingEnumerator(topology, batch_size, merged, estimator=costs)
     return CollectivePlanner(
-        topology=topology, batch_size=batch_size, enumerator=enumerator, constraints=constraints, **options
+        topology=topology, batch_size=batch_size, enumerator=enumerator, constraints=merged, **options
     )
+
+
+def _narrowed(table: str, own: ParameterConstraints, given: ParameterConstraints) -> ParameterConstraints:
+    """The constraints ``given`` of a table, with those of its ``own`` sharding types that they have."""
+    possible = own.sharding_types or []
+    types = [kind for kind in possible if given.sharding_types is None or kind in given.sharding_types]
+    if not types:
+        raise ValueError(
+            f"constraints[{table!r}].sharding_types = {given.sharding_types} must have one of {possible}, which the "
+            "table supports and the sharder's sharding_types offer"
+        )
+    is_default = given.pooling_factors == ParameterConstraints().pooling_factors
+    factors = own.pooling_factors if is_default else given.pooling_factors
+    return dataclasses.replace(given, sharding_types=types, pooling_factors=factors)
 
 
 class CollectivePlanner(EmbeddingShardingPlanner):
@@ -256,7 +279,7 @@ class CollectivePlanner(EmbeddingShardingPlanner):
         return gather_objects(plan, group)[0]
 
 
-def _check_arguments(model: Any, sharders: Any, topology: Any, batch_size: Any, lengths: Any) -> None:
+def _check_arguments(model: Any, sharders: Any, topology: Any, batch_size: Any, lengths: Any, constraints: Any) -> None:
     for name, good, expected, given in (
         ("model", isinstance(model, nn.Module), "a torch.nn.Module", model),
         (
@@ -267,6 +290,13 @@ def _check_arguments(model: Any, sharders: Any, topology: Any, batch_size: Any, 
         ),
         ("topology", isinstance(topology, Topology), "TorchRec's Topology", topology),
         ("lengths", isinstance(lengths, Mapping | None), "a dict of features' numbers of ids", lengths),
+        (
+            "constraints",
+            isinstance(constraints, Mapping | None)
+            and all(isinstance(c, ParameterConstraints) for c in (constraints or {}).values()),
+            "a dict from tables to TorchRec's ParameterConstraints",
+            constraints,
+        ),
     ):
         if not good:
             raise TypeError(f"{name} must be {expected}, got {given!r}")
