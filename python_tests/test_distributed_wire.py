@@ -10,6 +10,8 @@ import pytest
 import torch
 from distributed_backward_cases import scaled_alone
 from distributed_cases import DIM, KEYS, PLANS, ROWS, Case, batch, differences, one_process, same_bits
+from distributed_distinct_cases import Distinct
+from distributed_distinct_cases import one_process as one_distinct_process
 from distributed_pool import WorkerError, pool
 from distributed_sequence_cases import Sequences
 from distributed_sequence_cases import one_process as one_sequence_process
@@ -72,14 +74,15 @@ def test_error_of_outputs(plan: str, format: str) -> None:
         assert not torch.equal(got, whole)
 
 
+@pytest.mark.parametrize("plan", ["table_wise", "data_parallel"])
 @pytest.mark.parametrize("format", ["int8", *full("mx9", "bf16")])
-def test_rows_of_ids(format: str) -> None:
-    """Sequence rows are rounded as by quantize_rows, also 8 columns, which int8 does not shrink."""
-    case = Sequences(sizes=(8, 5), steps=1, wire=Wire(format))
+def test_rows_of_ids(format: str, plan: str) -> None:
+    """Sequence rows are rounded as by quantize_rows, except replicas' and those of 8 columns, which int8 does not shrink."""
+    case = Sequences(plan, sizes=(8, 5), steps=1, wire=Wire(format))
     found = pool(2).run("distributed_sequence_cases", "run", case)
     for f, (_, whole) in enumerate(one_sequence_process(case)[0][0]):
         dim = whole.shape[1]
-        if rk.row_bytes(format, dim) < 4 * dim:
+        if rk.row_bytes(format, dim) < 4 * dim and plan != "data_parallel":
             whole = rk.dequantize_rows(rk.quantize_rows(whole, format), format, dim)
         assert same_bits(torch.cat([own[0][f][1] for own, _ in found]), whole)
 
@@ -177,12 +180,15 @@ def test_gradients_beyond_the_format(format: str | None) -> None:
 
 
 def test_replicas() -> None:
-    """Replicas stay equal: all ranks receive the same rounded gradients."""
+    """Replicas stay equal: all ranks receive the same rounded gradients. Their outputs are not rounded."""
     case = Case("data_parallel", optimizer="sgd", wire=Wire("int8", "int8"))
     (_, first), (_, second) = pool(2).run("distributed_cases", "run", case)
     assert all(same_bits(first[name][0][1], second[name][0][1]) for name in first)
     exact = pool(2).run("distributed_cases", "run", dataclasses.replace(case, wire=None))[0][1]
     assert not torch.equal(exact["embedding_bags.t0.weight"][0][1], first["embedding_bags.t0.weight"][0][1])
+    distinct = Distinct(Case("data_parallel", optimizer="sgd", sizes=(8, 5), steps=1, wire=Wire("int8")))
+    (rounded, _), (others, _) = pool(2).run("distributed_distinct_cases", "run", distinct)
+    assert same_bits(torch.cat([rounded[0], others[0]]), one_distinct_process(distinct)[0][0])
 
 
 def test_infinite_rows() -> None:

@@ -60,8 +60,8 @@ def group_entries(entries: Sequence[Entry], by_id: Collection[int] | None) -> li
 class RowPacker:
     """Packs rows of a tensor into a message per rank, and unpacks messages into it.
 
-    The forward sends rows, the backward their gradients. Every rank has the rows of replicas: a rank takes its own in
-    the forward, and gradients go to all ranks in the backward.
+    The forward sends rows, the backward their gradients. Every rank has the rows of replicas: the forward does not send
+    them, not even to the rank itself, which would round them, and gradients go to all ranks in the backward.
 
     Args:
         rank: this process's.
@@ -91,18 +91,17 @@ class RowPacker:
     def _packed_runs(self, *, backward: bool) -> list[list[_PackedRun]]:
         """For each rank, the runs in its message."""
         return [
-            [
-                _PackedRun(
-                    rows,
-                    slice(0, run.width) if self._compact else run.columns,
-                    backward and run.divides_by_count,
-                    0 if backward else run.row_shard,
-                )
-                for rows, run in runs
-                if backward or not run.replica or rank == self._rank
-            ]
-            for rank, runs in enumerate(self._runs)
+            [self._packed(rows, run, backward=backward) for rows, run in runs if backward or not run.replica]
+            for runs in self._runs
         ]
+
+    def _packed(self, rows: Tensor, run: EntryRun, *, backward: bool) -> _PackedRun:
+        columns = slice(0, run.width) if self._compact else run.columns
+        return _PackedRun(rows, columns, backward and run.divides_by_count, 0 if backward else run.row_shard)
+
+    def replicas(self) -> list[_PackedRun]:
+        """This rank's runs of replicas, which no forward message has."""
+        return [self._packed(rows, run, backward=False) for rows, run in self._runs[self._rank] if run.replica]
 
     def shapes(self, *, backward: bool, header: int = 0) -> list[MessageShape]:
         """Shapes of the messages to or from each rank, which begin with ``header`` floats."""

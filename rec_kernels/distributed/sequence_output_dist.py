@@ -18,6 +18,7 @@ class SequenceOutputDist(OutputDist):
     """Sends each rank a row for each of its ids."""
 
     _rows: MessagesAwaitable
+    _replica_rows: list[Tensor]
     _is_pooled = False
 
     def start_forward(self, rows: Tensor) -> None:
@@ -27,6 +28,8 @@ class SequenceOutputDist(OutputDist):
             rows: [rows of all ranks, columns of this rank's entries], float32.
         """
         ctx = self.ctx
+        replicas = ctx.send_packer.replicas()
+        self._replica_rows = [rows[:, run.columns].index_select(0, run.rows) for run in replicas]
         messages = ctx.send_packer.pack(rows, backward=False)
         expected = ctx.receive_packer.shapes(backward=False)
         self._rows = self.module.forward_all_to_all.start(messages, expected, ctx.pending_backward.noise_key)
@@ -52,8 +55,11 @@ class SequenceOutputDist(OutputDist):
         module = self.module
         shape = count, max(module.output_dims, default=0)
         out = torch.zeros(shape, dtype=torch.float32, device=module.shards.device)
-        self.ctx.receive_packer.unpack(self._rows.wait(), out, backward=False)
-        del self._rows
+        packer = self.ctx.receive_packer
+        packer.unpack(self._rows.wait(), out, backward=False)
+        for run, block in zip(packer.replicas(), self._replica_rows, strict=True):
+            out[:, run.columns].index_copy_(0, run.rows, block)
+        del self._rows, self._replica_rows
         return out
 
     def start_backward(self, grad: Tensor) -> None:
