@@ -77,7 +77,7 @@ def test_error_of_outputs(plan: str, format: str) -> None:
 @pytest.mark.parametrize("plan", ["table_wise", "data_parallel"])
 @pytest.mark.parametrize("format", ["int8", *full("mx9", "bf16")])
 def test_rows_of_ids(format: str, plan: str) -> None:
-    """Sequence rows are rounded as by quantize_rows, except replicas' and those of 8 columns, which int8 does not shrink."""
+    """Rows are rounded as by quantize_rows, except replicas' and rows of 8 columns, which int8 does not shrink."""
     case = Sequences(plan, sizes=(8, 5), steps=1, wire=Wire(format))
     found = pool(2).run("distributed_sequence_cases", "run", case)
     for f, (_, whole) in enumerate(one_sequence_process(case)[0][0]):

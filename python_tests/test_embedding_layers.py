@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import math
 import pickle
 import re
 from collections.abc import Callable
@@ -13,8 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nested, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import rec_kernels as rk
+from rec_kernels import testing
 
 ROWS, DIM = 12, 4
 PADDED = torch.tensor([[1, 3, 3], [3, 3, 3], [9, 9, 0]])
@@ -114,6 +117,23 @@ def test_rows_are_torchs(shape: tuple[int, ...], options: dict) -> None:
     assert torch.equal(ours(ids.int()), theirs(ids))
     torch.testing.assert_close(trained(ours, (ids,)), trained(theirs, (ids,)))
     torch.testing.assert_close(ours.weight, theirs.weight)
+
+
+@pytest.mark.parametrize("options", [{}, SGD], ids=str)
+@pytest.mark.parametrize("padding", [0.0, -0.0, 2.0, torch.nan])
+def test_rows_of_padding_are_replaced_if_not_zeros(padding: float, options: dict) -> None:
+    """Lookups have the bits of the padding's row; a row of zeros is that of an empty bag, and replaces none."""
+    given = torch.randn(ROWS, DIM).index_fill_(0, torch.tensor([3]), padding)
+    layer = rk.Embedding.from_pretrained(given, freeze=False, padding_idx=3, **options)
+    ids = torch.tensor([[1, 3], [3, 4]])
+    with torch.profiler.profile() as profile:
+        found = layer(ids)
+    assert testing.same_bits(found.detach(), given[ids])
+    is_zeros = padding == 0 and math.copysign(1, padding) == 1
+    assert any(event.key == "aten::where" for event in profile.key_averages()) == (not is_zeros)
+    with torch.no_grad():  # tracers read no row
+        for traced in (make_fx(layer)(ids), torch.compile(layer, backend="aot_eager", fullgraph=True)):
+            assert testing.same_bits(traced(ids), given[ids])
 
 
 @pytest.mark.filterwarnings("ignore:table 'weight'. its init is given all rows at once")

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from rec_kernels.nn import pooled_lookups
 from rec_kernels.nn.added_members import only_added
 from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.collection_options import CollectionOptions, check_names
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
-from rec_kernels.nn.jagged.checks import check_bounds
+from rec_kernels.nn.jagged.checks import check_bounds, has_data
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.tables.compression import Compression
 from rec_kernels.nn.tables.config import EmbeddingBagConfig
@@ -287,6 +288,11 @@ def _format_of_dtype(dtype: torch.dtype, name: str = "dtype") -> str:
     return FLOAT_FORMATS[dtype]
 
 
+def _is_zeros(row: Tensor) -> bool:
+    """True if a row is known to be that of an empty bag; reading it takes less time than replacing rows of a batch."""
+    return has_data(row) and not is_in_torch_dispatch_mode() and not row.view(torch.uint8).any()
+
+
 def _check_rows(embeddings: Tensor) -> None:
     check_tensor("embeddings", embeddings)
     if embeddings.dim() != 2:
@@ -389,7 +395,7 @@ class Embedding(EmbeddingLayer):
         except (IndexError, ValueError) as error:
             explain_input(error, input.shape, pools=False)
             raise
-        if padding is not None:
+        if padding is not None and not _is_zeros(padding):
             rows = torch.where((ids == self.padding_idx)[:, None], padding.to(rows.dtype), rows)
         return rows.view(*input.shape, self.embedding_dim)
 
@@ -511,7 +517,7 @@ class EmbeddingBag(EmbeddingLayer):
             _check_max_bounds(self.collection.bounds_check)
         rows = self._rows(ids)
         is_padding = None if self.padding_idx is None else ids == self.padding_idx
-        places = _argmax_rows(rows.detach(), offsets.long(), is_padding)
+        places = pooled_lookups.argmax_rows(rows.detach(), offsets.long(), is_padding)
         return torch.cat([rows, rows.new_zeros(1, rows.shape[1])]).gather(0, places)
 
     def extra_repr(self) -> str:
@@ -522,20 +528,3 @@ class EmbeddingBag(EmbeddingLayer):
 def _check_max_bounds(bounds_check: str) -> None:
     if bounds_check != "error":
         raise ValueError(f'bounds_check must be "error" for mode "max", got {bounds_check!r}')
-
-
-def _argmax_rows(rows: Tensor, offsets: Tensor, is_padding: Tensor | None) -> Tensor:
-    """[B, D] int64: per bag and column, the index of the first of rows [N, D] with the maximum, NaN if any; N if empty.
-
-    Args:
-        offsets: [B + 1] int64. is_padding: [N] bool, rows that belong to no bag; or None.
-    """
-    count, bags = rows.shape[0], offsets.shape[0] + 1  # the first and the last collect rows in no bag
-    numbers = torch.arange(count, device=rows.device)
-    bag = torch.searchsorted(offsets, numbers, right=True)
-    if is_padding is not None:
-        bag = bag.masked_fill(is_padding, bags - 1)
-    bag = bag[:, None].expand_as(rows)
-    largest = rows.new_full((bags, rows.shape[1]), -torch.inf).scatter_reduce(0, bag, rows, "amax")
-    found = torch.where((rows == largest.gather(0, bag)) | rows.isnan(), numbers[:, None], count)
-    return found.new_full(largest.shape, count).scatter_reduce(0, bag, found, "amin")[1:-1]

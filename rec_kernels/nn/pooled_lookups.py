@@ -139,3 +139,20 @@ def _expand(tables: LookupModule, rows: Tensor, shared: SharedBags) -> Tensor:
     if late_errors.reports_late(status):
         tables._note(status, None, None, shared)
     return wide
+
+
+def argmax_rows(rows: Tensor, offsets: Tensor, is_padding: Tensor | None) -> Tensor:
+    """[B, D] int64: per bag and column, the index of the first of rows [N, D] with the maximum, NaN if any; N if empty.
+
+    Args:
+        offsets: [B + 1] int64. is_padding: [N] bool, rows that belong to no bag; or None.
+    """
+    count, bags = rows.shape[0], offsets.shape[0] + 1  # the first and the last collect rows in no bag
+    numbers = torch.arange(count, device=rows.device)
+    bag = torch.searchsorted(offsets, numbers, right=True)
+    if is_padding is not None:
+        bag = bag.masked_fill(is_padding, bags - 1)
+    bag = bag[:, None].expand_as(rows)
+    largest = rows.new_full((bags, rows.shape[1]), -torch.inf).scatter_reduce(0, bag, rows, "amax")
+    found = torch.where((rows == largest.gather(0, bag)) | rows.isnan(), numbers[:, None], count)
+    return found.new_full(largest.shape, count).scatter_reduce(0, bag, found, "amin")[1:-1]
