@@ -321,7 +321,7 @@ def test_small_calls_have_few_nodes() -> None:
     case = row_cache_cases.CacheCase(sample)
     given = case.arguments | case.state() | {"values": ids, "offsets": offsets}
     calls = {
-        "jagged_dedup": (8, lambda: ops.jagged_dedup(ids, offsets, [0, 0])),
+        "jagged_dedup": (7, lambda: ops.jagged_dedup(ids, offsets, [0, 0])),
         "jagged_permute": (6, lambda: ops.jagged_permute(ids, offsets, [1, 0], [2, 2])),
         "jagged_index_select": (5, lambda: ops.jagged_index_select(ids, offsets, torch.tensor([2]))),
         "row_cache_insert_": (15, lambda: row_cache_cases.call("row_cache_insert_", given, ops)),

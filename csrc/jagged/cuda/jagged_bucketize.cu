@@ -42,9 +42,12 @@ __device__ __forceinline__ Place place_of(const BucketArgs& a, const Divisor& bl
 // empty. Bad ids are recorded as non-negative positions and do not matter here.
 __device__ __forceinline__ bool has_ids(const BucketArgs& a) { return *a.status >= 0; }
 
-// Records bad offsets and block sizes, before any other kernel.
+// Records bad offsets and block sizes, and sets the counts to 0, before any other kernel.
+template <class Offset>
 __global__ void __launch_bounds__(kThreads) start_kernel(BucketArgs a) {
   note_offsets(a.bags, a.status);
+  auto* counts = static_cast<Offset*>(a.offsets);
+  for (int64_t i = Group<1>::first(); i <= a.buckets * a.bags.num_bags; i += Group<1>::stride()) counts[i] = 0;
   for (int64_t f = Group<1>::first(); f < a.bags.num_features; f += Group<1>::stride()) {
     const int64_t size = a.block_sizes[f];
     const bool good = size >= 1 && size <= INT64_MAX / a.buckets;
@@ -128,7 +131,7 @@ template <class Offset>
 void bucketize(const BucketArgs& a, int64_t all_bags, const Tensor& like, cudaStream_t stream) {
   auto* offsets = static_cast<Offset*>(a.offsets);
   const int64_t bags = a.bags.num_bags, each = bags > 0 ? ceil_div(a.bags.num_ids, bags) : 1;
-  launch_for(bags + 1, 1, stream, start_kernel, a);
+  launch_for(all_bags + 1, 1, stream, start_kernel<Offset>, a);
   with_lanes(lanes_for(4 * each), [&](auto group) {
     launch_for(bags, group, stream, count_kernel<group, Offset>, a);
     exclusive_sum(offsets, offsets, all_bags + 1, like, stream);
@@ -151,7 +154,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> jagged_bucketize_cuda(
   check_value(all_bags < INT64_C(0xffffffff), "num_buckets = ", num_buckets, " for ", bags,
               " bags: at most 2^32 - 2 bags of all buckets fit in a call on a GPU");
   Tensor output = new_tensor(values, {ids}, values.scalar_type()),
-         output_offsets = new_zeros(offsets, {num_offsets}, offsets.scalar_type()),
+         output_offsets = new_tensor(offsets, {num_offsets}, offsets.scalar_type()),
          output_weights = new_tensor(values, {weights ? ids : 0}, ScalarType::Float),
          positions = new_tensor(values, {ids}, ScalarType::Long), status = new_jagged_status(values, stream);
   const Tensor feature_starts = to_gpu(starts, values, stream);

@@ -38,14 +38,12 @@ struct DedupArgs {
   __device__ __forceinline__ int32_t first_of(int64_t g, int64_t i) const { return table[g * slots + slot_of[i]]; }
 };
 
-__global__ void __launch_bounds__(kThreads) clear_table_kernel(DedupArgs a) {
-  note_offsets(a.bags, a.status);
-  for (int64_t i = Group<1>::first(); i < a.groups * a.slots; i += Group<1>::stride()) a.table[i] = kEmpty;
-}
-
-// A sum, so that lanes can add in any order. Terms depend on the position of the id and have odd multipliers.
+// Checks the offsets, empties the table and hashes the samples. A hash is a sum, so that lanes can add in any order.
+// Terms depend on the position of the id and have odd multipliers.
 template <int G>
 __global__ void __launch_bounds__(kThreads) hash_kernel(DedupArgs a) {
+  note_offsets(a.bags, a.status);
+  for (int64_t i = Group<1>::first(); i < a.groups * a.slots; i += Group<1>::stride()) a.table[i] = kEmpty;
   const Group<G> group;
   for (int64_t i = Group<G>::first(); i < a.groups * a.batch; i += Group<G>::stride()) {
     const int64_t g = i / a.batch, sample = i - g * a.batch;
@@ -189,7 +187,6 @@ void dedup(DedupArgs a, const Distinct& out, const Tensor& like, cudaStream_t st
   a.table = memory.make<int32_t>(a.groups * a.slots);
   a.slot_of = memory.make<uint32_t>(samples);
   auto* before = memory.make<uint32_t>(samples + 1);
-  launch_for(a.groups * a.slots, 1, stream, clear_table_kernel, a);
   with_lanes(lanes_for(4 * ceil_div(a.bags.num_ids, a.bags.num_bags)), [&](auto group) {
     launch_for(samples, group, stream, hash_kernel<group>, a);
     launch_for(samples, group, stream, insert_kernel<group>, a);

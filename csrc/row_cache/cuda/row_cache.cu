@@ -1,5 +1,6 @@
 // The row cache on the GPU: finding rows, flushing, statistics. Insertion is in insert_and_evict.cu.
 #include "core/boxing.h"
+#include "core/cuda/to_gpu.cuh"
 #include "row_cache/cuda/row_cache.cuh"
 
 namespace rec_kernels {
@@ -104,6 +105,7 @@ struct RangeArgs {
   unsigned long long* in_piece;  // [2 * parts + 1, 2]: slots, dirty slots
   int64_t* counts;               // [parts, 2]
 
+  RK_HOST_DEVICE int64_t counters() const { return 2 * (2 * parts + 1); }
   // Cut i: begin (even i) or end of range i / 2.
   __device__ int64_t cut(int64_t i) const {
     const int64_t first = ranges[i / 2].row_offset, rows = ranges[i / 2].num_embeddings;
@@ -119,7 +121,9 @@ struct RangeArgs {
   }
 };
 
+// Sorts the cuts, and sets the counters to 0.
 __global__ void __launch_bounds__(kThreads) sort_cuts_kernel(RangeArgs a) {
+  for (int64_t i = Group<1>::first(); i < a.counters(); i += Group<1>::stride()) a.in_piece[i] = 0;
   for (int64_t i = Group<1>::first(); i < 2 * a.parts; i += Group<1>::stride()) {
     const int64_t mine = a.cut(i);
     int64_t before = 0;
@@ -130,7 +134,7 @@ __global__ void __launch_bounds__(kThreads) sort_cuts_kernel(RangeArgs a) {
 
 // A block counts in shared memory if the counters fit, then adds them to the global ones.
 __global__ void __launch_bounds__(kThreads) count_pieces_kernel(RangeArgs a, bool shares) {
-  const int64_t size = 2 * (2 * a.parts + 1);
+  const int64_t size = a.counters();
   auto* counts = shares ? shared_memory<unsigned long long>() : a.in_piece;
   for (int64_t i = threadIdx.x; shares && i < size; i += kThreads) counts[i] = 0;
   __syncthreads();
@@ -213,23 +217,19 @@ Tensor stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& 
   check_stats(cache_tags, cache_dirty);
   const Layout tables = read_layout(layout, layout_sizes, cache_tags);
   const OnDeviceOf device(cache_tags);
-  const int64_t parts = tables.num_parts, slots = cache_tags.numel(), numbers = 2 * (2 * parts + 1);
-  Tensor out = new_zeros(cache_tags, {parts, 2}, ScalarType::Long);
-  if (parts == 0 || slots == 0) return out;
-  const Tensor cuts = new_tensor(cache_tags, {2 * parts}, ScalarType::Long),
-               in_piece = new_zeros(cache_tags, {numbers}, ScalarType::Long);
-  const RangeArgs args{cache_tags.const_data_ptr<int64_t>(),
-                       tables.parts,
-                       cache_dirty.const_data_ptr<uint8_t>(),
-                       slots,
-                       parts,
-                       cuts.mutable_data_ptr<int64_t>(),
-                       static_cast<unsigned long long*>(in_piece.mutable_data_ptr()),
-                       out.mutable_data_ptr<int64_t>()};
-  const int64_t bytes = numbers * int64_t{sizeof(int64_t)};
+  const int64_t parts = tables.num_parts, slots = cache_tags.numel();
+  if (parts == 0 || slots == 0) return new_zeros(cache_tags, {parts, 2}, ScalarType::Long);
+  Tensor out = new_tensor(cache_tags, {parts, 2}, ScalarType::Long);
+  DeviceMemory memory(cache_tags);
+  RangeArgs args{
+      cache_tags.const_data_ptr<int64_t>(), tables.parts, cache_dirty.const_data_ptr<uint8_t>(), slots, parts,
+      memory.make<int64_t>(2 * parts)};
+  args.in_piece = memory.make<unsigned long long>(args.counters());
+  args.counts = out.mutable_data_ptr<int64_t>();
+  const int64_t bytes = args.counters() * int64_t{sizeof(int64_t)};
   const bool shares = bytes <= kSharedBytes;
   const dim3 block(kThreads);
-  launch_for(2 * parts, 1, device.stream(), sort_cuts_kernel, args);
+  launch_for(args.counters(), 1, device.stream(), sort_cuts_kernel, args);
   launch(count_pieces_kernel, blocks_for(slots, 1), block, shares ? bytes : 0, device.stream(), args, shares);
   launch_for(2 * parts, 1, device.stream(), add_pieces_kernel, args);
   return out;
