@@ -1,7 +1,7 @@
 """Backends that must compute the same bits: CPU kernels of every instruction set, CUDA kernels emulated and on a GPU.
 
 ``cuda_emulated`` are the kernels of csrc/*/cuda compiled by the C++ compiler (csrc/emulator); the library is built on
-first use. Threads run in ascending, descending and random order, so that a race changes bits. Tests without csrc, as
+first use, and detects races. Threads run in ascending, descending and random order. Tests without csrc, as
 wheels/compatibility.py copies them, use only the installed kernels. `pytest --backends=cuda` deselects the other kinds.
 """
 
@@ -111,7 +111,7 @@ def _counted(*runs: tuple[str, Callable[[], Iterator[Backend]]]) -> Iterator[Bac
 
 
 def _is_sanitized() -> bool:
-    """True if sanitizers are preloaded. They check addresses: the most threads and one order are enough."""
+    """True if libraries are sanitized. Sanitizers check addresses: the most threads and one order are enough."""
     return "libasan" in os.environ.get("LD_PRELOAD", "")
 
 

@@ -8,7 +8,8 @@ import torch
 from backends import ROOT, build, sanitized_environment
 
 NONE, LANE_MISSING, OTHER_COLLECTIVE, LANE_NOT_IN_MASK, BARRIER_MISSED = range(5)
-MISALIGNED, UNWRITTEN_SHARED, RACE, OUTSIDE, OUTSIDE_SHARED, OTHER_STREAM, NO_GUARD = range(5, 12)
+MISALIGNED, UNWRITTEN_SHARED, RACE, SHUFFLE_FOR_BARRIER, WRITE_OF_TWO_BLOCKS, WRITE_BESIDE_ATOMIC = range(5, 11)
+RACE_WITHOUT_EXCUSE, OUTSIDE, OUTSIDE_SHARED, OTHER_STREAM, NO_GUARD = range(11, 16)
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +69,26 @@ def test_unwritten_shared_memory_is_nan(planted) -> None:
     assert planted.planted(UNWRITTEN_SHARED, torch.randn(65)).isnan().nonzero().flatten().tolist() == [5 ^ 33]
 
 
-def test_races_change_with_the_order(planted) -> None:
-    x, results = torch.randn(65), []
+@pytest.mark.parametrize(
+    ("bug", "memory"),
+    [
+        (RACE, "shared"),
+        (SHUFFLE_FOR_BARRIER, "shared"),
+        (WRITE_OF_TWO_BLOCKS, "global"),
+        (WRITE_BESIDE_ATOMIC, "global"),
+        (RACE_WITHOUT_EXCUSE, "global"),
+    ],
+)
+def test_races_are_named(bug: int, memory: str, planted) -> None:
+    """In every order of threads: both accesses, and where they are in the library; the next launch works again."""
+    access, other = r"(reads|writes|changes)", r"which thread \d+ of block \d"
+    message = rf"race: {access} {memory} memory at \+0x\w+, {other} {access} at \+0x\w+ with no barrier between"
     for order in range(3):
         planted._set_order(order, 5)
-        results.append(planted.planted(RACE, x).nan_to_num(77.0))
+        with pytest.raises(RuntimeError, match=rf"^(block \d: thread \d+: )?{message}"):
+            planted.planted(bug, torch.randn(65))
+        assert planted.planted(NONE, torch.randn(65)).isfinite().all()
     planted._set_order(0, 0)
-    assert not torch.equal(results[0], results[1])
-    assert not torch.equal(results[0], results[2])
 
 
 @pytest.mark.full

@@ -13,6 +13,7 @@
 
 #include "cuda_runtime.h"
 #include "emulator/fiber.h"
+#include "emulator/races.h"
 
 // Built-in variables of the running thread.
 Index3 threadIdx, blockIdx;
@@ -62,6 +63,7 @@ Fiber& fiber() { return *fibers[block.running]; }
 void run_thread() {
   fiber().entered();
   (*block.body)();
+  finish_write();
   block.threads[block.running].state = State::kDone;
   fiber().leave(true);
 }
@@ -111,14 +113,16 @@ void run_threads() {
       progress = true;
       block.running = i;
       threadIdx = block.threads[i].index;
+      switch_race_checks(i, fiber().stack(), Fiber::kStack);
       fiber().switch_to();
+      switch_race_checks(i, nullptr, 0);
       if (!block.error.empty()) return;
     }
   }
   block.error = describe_deadlock();
 }
 
-void start_block(dim3 size, size_t shared_bytes) {
+void start_block(unsigned index, dim3 size, size_t shared_bytes) {
   const size_t count = size_t{size.x} * size.y * size.z;
   while (fibers.size() < count) fibers.push_back(std::make_unique<Fiber>());
   block.threads.assign(count, Thread{});
@@ -132,6 +136,7 @@ void start_block(dim3 size, size_t shared_bytes) {
   block.error.clear();
   block.shared.reset(new unsigned char[shared_bytes]);
   std::memset(block.shared.get(), 0xff, shared_bytes);  // NaN as a float, -1 as an integer
+  start_race_checks_of_block(index, count, block.shared.get(), shared_bytes);
 }
 
 SyncPoint& sync_point_of(unsigned mask) {
@@ -166,19 +171,22 @@ void run_grid(Index grid, Index size, size_t shared_bytes, const std::function<v
   gridDim = dim3(grid.x, grid.y, grid.z);
   blockDim = dim3(size.x, size.y, size.z);
   block.body = &body;
+  start_race_checks();
   for (const unsigned b : run_order(blocks)) {
     blockIdx = {b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y};
-    start_block(blockDim, shared_bytes);
+    start_block(b, blockDim, shared_bytes);
     run_threads();
     if (!block.error.empty()) throw std::runtime_error("block " + std::to_string(b) + ": " + block.error);
   }
+  if (const std::string race = race_without_excuse(); !race.empty()) throw std::runtime_error(race);
 }
 
 void* shared_bytes() { return block.shared.get(); }
 
 int lane() { return static_cast<int>(block.running % kLanes); }
 
-const uint64_t* sync_lanes(const char* what, unsigned mask, uint64_t value) {
+const uint64_t* sync_lanes(const char* what, unsigned mask, uint64_t value, bool orders) {
+  finish_write();
   const unsigned me = 1u << lane();
   const size_t lanes = std::min<size_t>(kLanes, block.threads.size() - block.running / kLanes * kLanes);
   if (!(mask & me)) fail("%s with mask 0x%08x, which excludes the calling lane", what, mask);
@@ -194,17 +202,20 @@ const uint64_t* sync_lanes(const char* what, unsigned mask, uint64_t value) {
   } else {
     m.arrived = 0;
     ++m.turn;
+    if (orders) order_lanes(block.running / kLanes, mask);
     wake(m);
   }
   return values;
 }
 
 void sync_block() {
+  finish_write();
   SyncPoint& m = block.barrier;
   if (++m.arrived != block.threads.size()) {
     wait_for(m);
   } else {
     m.arrived = 0;
+    order_block();
     wake(m);
   }
 }

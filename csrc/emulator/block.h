@@ -1,11 +1,12 @@
 // Runs one CUDA block at a time, with its threads as fibers of one OS thread. Test-only.
 //
 // It detects: barriers, shuffles and votes that a participating thread never reaches, or where it calls another
-// operation; misaligned vector accesses; reads of uninitialized shared memory (it starts as NaN); kernels on a stream
-// other than torch's, or without a device guard; and, with AddressSanitizer, accesses outside a tensor or shared
-// memory. Missing synchronization shows as results that depend on the order of threads (set_order). It cannot detect:
-// lost or torn updates by concurrent threads (a thread is never interrupted between synchronizations), memory ordering
-// between blocks, timing, registers, occupancy.
+// operation; misaligned vector accesses; reads of uninitialized shared memory (it starts as NaN); races (races.h);
+// kernels on a stream other than torch's, or without a device guard; and, with AddressSanitizer, which excludes the
+// check of races, accesses outside a tensor or shared memory. Missing synchronization also shows as results that depend
+// on the order of threads (set_order). It cannot detect: decisions of an atomic on values that another thread changes
+// meanwhile (a thread is never interrupted between synchronizations), memory ordering between blocks, timing,
+// registers, occupancy.
 #pragma once
 
 #include <cstddef>
@@ -29,8 +30,9 @@ void run_grid(Index grid, Index block, size_t shared_bytes, const std::function<
 void* shared_bytes();
 
 // Waits until all lanes of `mask` call the same operation; returns the values of the warp's 32 lanes, valid until the
-// next operation of the same lanes.
-const uint64_t* sync_lanes(const char* what, unsigned mask, uint64_t value);
+// next operation of the same lanes. `orders`: it also orders memory accesses before it and after it, which shuffles and
+// votes do not.
+const uint64_t* sync_lanes(const char* what, unsigned mask, uint64_t value, bool orders = false);
 int lane();
 // Waits for every thread of the block.
 void sync_block();

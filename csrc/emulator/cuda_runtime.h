@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "emulator/block.h"
+#include "emulator/races.h"
 
 #define __global__
 #define __device__
@@ -96,30 +97,42 @@ inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
     if (mask >> lane & 1 && values[lane] > most) most = values[lane];
   return static_cast<unsigned>(most);
 }
-inline void __syncwarp(unsigned mask = 0xffffffffu) { rec_kernels::emulator::sync_lanes("__syncwarp", mask, 0); }
+inline void __syncwarp(unsigned mask = 0xffffffffu) { rec_kernels::emulator::sync_lanes("__syncwarp", mask, 0, true); }
 inline void __syncthreads() { rec_kernels::emulator::sync_block(); }
 
-// Only one thread runs at a time, so a plain read and write is atomic.
+// One thread runs at a time: a plain read and write is atomic.
+#define RK_ATOMIC __attribute__((no_sanitize("thread")))
+namespace rec_kernels::emulator {
+template <class T>
+void note_atomic(T* p) {
+  check_access(p, sizeof(T), AccessKind::kAtomic, __builtin_return_address(0));
+}
+}  // namespace rec_kernels::emulator
+
 template <class T, class U>
-T atomicAdd(T* p, U value) {
+RK_ATOMIC T atomicAdd(T* p, U value) {
+  rec_kernels::emulator::note_atomic(p);
   const T before = *p;
   *p = before + static_cast<T>(value);
   return before;
 }
 template <class T, class U>
-T atomicMin(T* p, U value) {
+RK_ATOMIC T atomicMin(T* p, U value) {
+  rec_kernels::emulator::note_atomic(p);
   const T before = *p;
   if (static_cast<T>(value) < before) *p = static_cast<T>(value);
   return before;
 }
 template <class T, class U>
-T atomicExch(T* p, U value) {
+RK_ATOMIC T atomicExch(T* p, U value) {
+  rec_kernels::emulator::note_atomic(p);
   const T before = *p;
   *p = static_cast<T>(value);
   return before;
 }
 template <class T>
-T atomicCAS(T* p, T expected, T value) {
+RK_ATOMIC T atomicCAS(T* p, T expected, T value) {
+  rec_kernels::emulator::note_atomic(p);
   const T before = *p;
   if (before == expected) *p = value;
   return before;

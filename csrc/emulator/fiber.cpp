@@ -79,8 +79,6 @@ rk_switch_stack:
 namespace rec_kernels::emulator {
 namespace {
 
-constexpr size_t kStack = 256 << 10;  // AddressSanitizer makes frames several times as large
-
 void* scheduler_stack_pointer;
 #if defined(__SANITIZE_ADDRESS__)  // state for its annotations of stack switches
 void* scheduler_fake_stack;

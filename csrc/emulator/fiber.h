@@ -22,6 +22,9 @@ class Fiber {
   // Switches back to the scheduler. `for_good`: the stack is no longer needed.
   void leave(bool for_good = false);
 
+  static constexpr size_t kStack = 256 << 10;  // AddressSanitizer makes frames several times larger
+  const void* stack() const { return memory_; }
+
  private:
   char* memory_;
   void* stack_pointer_ = nullptr;

@@ -75,5 +75,6 @@ T* shared_memory() {
 inline void check_alignment(const void* p, size_t bytes) {
   if (reinterpret_cast<uintptr_t>(p) % bytes) emulator::fail("access of %zu bytes at %p is not aligned", bytes, p);
 }
+using emulator::excuse_races;
 
 }  // namespace rec_kernels

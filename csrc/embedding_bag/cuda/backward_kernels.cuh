@@ -142,12 +142,12 @@ __device__ __forceinline__ float sum_row(const Target& target, int64_t D, const 
 }
 
 // Sums a row's gradient and passes it to the target. Groups are in step: a group without a row takes part with no
-// columns, and reads the data of row 0 and run 0, except weights, since row 0 need not belong to part 0.
+// columns, and reads the data of run 0 and part 0, except rows and their state, which others may write.
 template <int G, int kBlocks, class Target, class Sum>
 __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& target, const Group<G>& group, int64_t part,
                                            const Part& f, int64_t row, int64_t run, const Sum& sum) {
   const int64_t D = f.embedding_dim;
-  const float inverse = inverse_of(a.grad_scale), before = target.state_before(row);
+  const float inverse = inverse_of(a.grad_scale), before = D > 0 ? target.state_before(row) : 0.0f;
   Vec4 g[kBlocks];
   StepOf<Target> step(target);
   const auto sum_scaled = [&](int64_t column, const auto& read) {

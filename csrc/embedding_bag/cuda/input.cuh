@@ -73,11 +73,13 @@ __device__ __forceinline__ void note_left_out(int64_t* status, int64_t position)
   add_count(status + 1, 1);
 }
 
-// Ids [start, stop) of a bag; empty for bad offsets, which range_of() records.
+// Ids [start, stop) of a bag; empty for bad offsets, which range_of() records. Bags behind a bad offset may overlap
+// others.
 struct Range {
   int64_t start, stop;
 };
 __device__ __forceinline__ Range range_of(const Bags& bags, int64_t bag, int64_t* status) {
+  excuse_races(status);
   const Range r = {bags.offset(bag), bags.offset(bag + 1)};
   if (bag == 0 && (r.start < 0 || r.start > bags.num_ids)) {
     note_bad(status, kBadLayout + 1);

@@ -33,8 +33,8 @@ struct EncodedTarget {
                                           Vec4 (&x)[kBlocks], const Gradient& gradient) const {
     constexpr int64_t kWidth = kBlocks * 4 * G;
     const int64_t D = f.embedding_dim;
-    // A group without a row reads the grid of the first row of `weights`, which is always valid memory.
-    uint8_t* out = D > 0 ? place(f, row) : u.weights;
+    // A group without a row writes nothing, and reads a grid from the step, which no other group writes.
+    uint8_t* out = D > 0 ? place(f, row) : reinterpret_cast<uint8_t*>(const_cast<int64_t*>(u.step));
     const bool aligned = columns_aligned<Format>(out, D), wider = is_wider<G, kBlocks>(D);
     const ColumnReader<Format> reader(out, D, aligned);
     const Rounding how = update_rounding(u.seed, u.step, f.shard, u.stochastic);
@@ -48,6 +48,7 @@ struct EncodedTarget {
         if (u.shrinks_weights) w = u.shrunk(w, f);
         for (int j = 0; j < 4; ++j) x[k].v[j] = c + j < D ? moved(w.v[j], x[k].v[j], factor) : 0.0f;
       }
+      __syncwarp(group.mask);  // all lanes have read the grid or the exponents that one of them writes
     };
     // A loop over both passes, so that their common code is compiled once.
     constexpr int kFirst = ColumnWriter<Format, G>::kScans ? 0 : 1;
