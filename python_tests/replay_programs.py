@@ -46,5 +46,5 @@ def resume_run(recorded: dict, folder: Path) -> tuple[dict[str, Tensor], dict[st
     for name, content in recorded["files"].items():
         (directory / name).write_bytes(content.numpy().tobytes())
     before = checkpoint.load(directory)["model"]
-    train(config_of(recorded["options"], folder), dlrm_tiny.TinyData(), resume_run=directory, progress=False)
+    train(config_of(recorded["options"], folder), dlrm_tiny.TinyData(), resume=directory, progress=False)
     return before, checkpoint.load(directory)["model"]
