@@ -2,8 +2,8 @@
 //
 //     call_op .../rec_kernels/librec_kernels_cpu.so [tables.pt]
 //
-// Bags of ids are looked up in one table and averaged; then an id that the table does not have shows an error. With
-// tables.pt, which save_tables.py writes, the same bags are looked up in several tables by one call.
+// Looks up bags of ids in one table and averages them, then shows the error for an id out of range. With tables.pt,
+// written by save_tables.py, one call also looks up bags in several tables.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/jit/serialization/pickle.h>
@@ -17,8 +17,8 @@
 
 using Arguments = std::map<std::string, c10::IValue>;
 
-// Calls an overload of an op with arguments by name, as Python does: the schema has the others' defaults. New arguments
-// of a later version, which always have one, do not ask for new code here.
+// Calls an overload of an op with arguments by name, as Python does; the schema has the defaults of the others. Code
+// here stays valid when later versions add arguments, because these always have defaults.
 torch::jit::Stack call(const std::string& name, const std::string& overload, const Arguments& given) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(("rec_kernels::" + name).c_str(), overload.c_str());
   torch::jit::Stack stack;
@@ -31,7 +31,7 @@ torch::jit::Stack call(const std::string& name, const std::string& overload, con
   return stack;
 }
 
-// A tuple of tensors that Python's torch.save has written.
+// Loads a tuple of tensors written by Python's torch.save.
 std::vector<at::Tensor> load_tensors(const char* path) {
   std::ifstream file(path, std::ios::binary);
   const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
@@ -41,14 +41,14 @@ std::vector<at::Tensor> load_tensors(const char* path) {
   return tensors;
 }
 
-// A layout is a tensor and a list of numbers. rk.table_layout makes both, in Python; a program takes them as they are.
+// A layout is a tensor and a list of integers. Only rk.table_layout, in Python, creates them; C++ passes them on.
 void look_up_in_tables(const char* path) {
   const std::vector<at::Tensor> loaded = load_tensors(path);
   const at::Tensor &weights = loaded.at(0), &layout = loaded.at(1), &sizes = loaded.at(2);
   const int64_t* first = sizes.const_data_ptr<int64_t>();
   const std::vector<int64_t> layout_sizes(first, first + sizes.numel());
   const at::Tensor values = at::tensor({3, 1, 4, 1, 5, 9}, at::kLong);
-  const at::Tensor offsets = at::tensor({0, 2, 2, 6, 6}, at::kLong);  // two bags of a feature, two of another
+  const at::Tensor offsets = at::tensor({0, 2, 2, 6, 6}, at::kLong);  // two bags for each of two features
   const Arguments arguments = {{"weights", weights},
                                {"values", values},
                                {"offsets", offsets},
@@ -64,7 +64,7 @@ int main(int argc, char** argv) try {
   }
   load_library(argv[1]);
   const at::Tensor weights = at::arange(40, at::kFloat).div(8).view({10, 4});  // 10 rows of 4 columns
-  const at::Tensor values = at::tensor({3, 1, 4, 1, 5, 9}, at::kLong);         // ids of all bags, one after the other
+  const at::Tensor values = at::tensor({3, 1, 4, 1, 5, 9}, at::kLong);         // ids of consecutive bags
   const at::Tensor offsets = at::tensor({0, 2, 2, 6}, at::kLong);              // three bags: 2 ids, none, 4 ids
   Arguments arguments = {{"weights", weights}, {"values", values}, {"offsets", offsets}, {"pooling", "mean"}};
   const torch::jit::Stack results = call("embedding_bag", "table", arguments);

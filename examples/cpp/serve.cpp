@@ -1,9 +1,9 @@
-// A model that export.py has compiled, run without Python:
+// Runs a model compiled by export.py, without Python:
 //
 //     serve .../rec_kernels/librec_kernels_cpu.so model.pt2 inputs.pt outputs.pt
 //
-// inputs.pt is a tuple of tensors that Python's torch.save has written; outputs.pt is for torch.load, and has the
-// model's first output.
+// inputs.pt is a tuple of tensors written by Python's torch.save; outputs.pt receives the model's first output, for
+// torch.load.
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 
@@ -19,7 +19,7 @@ int main(int argc, char** argv) try {
     std::cerr << "usage: serve path/to/librec_kernels_cpu.so model.pt2 inputs.pt outputs.pt\n";
     return 2;
   }
-  load_library(argv[1]);  // before the model: it looks its ops up by name
+  load_library(argv[1]);  // before loading the model, which finds ops by name
   torch::inductor::AOTIModelPackageLoader model(argv[2]);
 
   std::ifstream file(argv[3], std::ios::binary);
@@ -32,7 +32,7 @@ int main(int argc, char** argv) try {
   const std::vector<char> written = torch::jit::pickle_save(outputs.at(0));
   std::ofstream(argv[4], std::ios::binary).write(written.data(), static_cast<std::streamsize>(written.size()));
 
-  std::cout << "scores in C++:   " << std::setprecision(9);  // digits that tell a float from all others
+  std::cout << "scores in C++:   " << std::setprecision(9);  // enough digits to identify a float
   const at::Tensor scores = outputs.at(0).contiguous();
   for (int64_t i = 0; i < scores.numel(); ++i) std::cout << " " << scores.data_ptr<float>()[i];
   std::cout << "\n";
