@@ -14,7 +14,7 @@ RESULTS = ROOT / "bench" / "results"
 
 
 def save(document: object, path: Path) -> None:
-    """Write a JSON file atomically: an interrupted run leaves the old file or the new one."""
+    """Writes a JSON file atomically: an interrupted run leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(document, indent=1) + "\n")
@@ -29,7 +29,7 @@ def table(heads: Sequence[str], rows: Iterable[Iterable[object]], texts: Collect
 
 
 def commit() -> dict[str, object]:
-    """The commit checked out: "commit" by `git describe`, "" if it is unknown; "dirty" if tracked files differ."""
+    """The checked-out commit: "commit" by `git describe`, "" if unknown; "dirty" if tracked files differ."""
     described = ["git", "describe", "--always", "--tags", "--dirty"]
     try:
         name = subprocess.run(described, cwd=ROOT, capture_output=True, text=True).stdout.strip()

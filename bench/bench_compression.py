@@ -1,4 +1,4 @@
-"""Tables of quotients and remainders beside a plain table of as many bytes, hashing, the recipe in torch, and a limit.
+"""Quotient-remainder tables compared with a plain table of equal bytes, hashing, the recipe in torch, and a limit.
 
 The limit is a bare loop over the same rows (bench/step_limit.cpp). The plain table and the hashed one have as many rows
 as the parts together; the plain one gets the ids modulo them.
@@ -25,7 +25,7 @@ class Lookups(Subject):
 
     @property
     def rows(self) -> int:
-        """Rows of both parts of a table together."""
+        """Number of rows of both parts of a table."""
         return -(-self.workload.rows // COLLISIONS) + COLLISIONS
 
     def make(self, name: str):
@@ -44,11 +44,11 @@ class Lookups(Subject):
         return self.calls(direction, self.built(name), batches)
 
     def note(self, direction: str, name: str, row_bytes: int | None = None) -> dict[str, object]:
-        """Nothing: sizes are those of plain tables."""
+        """Adds nothing: the sizes are those of plain tables."""
         return {}
 
 
 def cases() -> Iterator[Case]:
-    """Bytes: of a plain table, a row for each id."""
+    """Yields the cases. Bytes are those of a plain table, one row per id."""
     for workload in WORKLOADS:
         yield from Lookups(workload).cases(["ours", "plain table", "hash", "torch", "limit"])

@@ -1,4 +1,4 @@
-"""dot_interaction beside torch's bmm, index and cat, the same compiled, and two limits."""
+"""dot_interaction compared with torch's bmm, index and cat, eager and compiled, and two limits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _PairwiseDots(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        """[B, pairs] of [B, F, D]."""
+        """Maps [B, F, D] to [B, pairs]."""
         ctx.save_for_backward(x)
         rows, columns = _triangle(x.shape[1])
         return torch.bmm(x, x.transpose(1, 2)).flatten(1).index_select(1, rows * x.shape[1] + columns)
@@ -44,7 +44,7 @@ class _PairwiseDots(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> Tensor:
-        """Column pairs of the gradient is zeros: the diagonal's."""
+        """Column ``pairs`` of the gradient, which the diagonal indexes, is zeros."""
         (x,) = ctx.saved_tensors
         square = torch.nn.functional.pad(grad, (0, 1)).index_select(1, _places(x.shape[1]))
         return torch.bmm(square.view(-1, x.shape[1], x.shape[1]), x)
@@ -52,7 +52,7 @@ class _PairwiseDots(torch.autograd.Function):
 
 @functools.cache
 def _places(vectors: int) -> Tensor:
-    """Index of the pair for each cell of the symmetric matrix; diagonal cells get the index behind the last pair."""
+    """Index of the pair for each cell of the symmetric matrix; diagonal cells get the index after the last pair."""
     rows, columns = _triangle(vectors)
     cells = torch.full((vectors, vectors), len(rows))
     cells[rows, columns] = cells[columns, rows] = torch.arange(len(rows))
@@ -60,12 +60,12 @@ def _places(vectors: int) -> Tensor:
 
 
 def tuned(dense: Tensor, sparse: Tensor) -> Tensor:
-    """The recipe with a backward of its own."""
+    """The recipe with its own backward."""
     return torch.cat([dense, _PairwiseDots.apply(torch.cat([dense.unsqueeze(1), sparse], 1))], 1)
 
 
 def cases() -> Iterator[Case]:
-    """Samples of F sparse vectors and a dense one, of D columns."""
+    """Yields the cases: samples of F sparse vectors and one dense vector of D columns."""
     for vectors, columns in itertools.product((13, 27), (16, 32, 64, 128)):
         _triangle(vectors + 1)  # not while it is compiled
         shapes = (BATCH, columns), (BATCH, vectors, columns)

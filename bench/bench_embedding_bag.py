@@ -1,4 +1,4 @@
-"""embedding_bag beside torch, FBGEMM and the measured limit: lookups, and whole training steps.
+"""embedding_bag compared with torch, FBGEMM and the measured limit: lookups, and whole training steps.
 
 torch trains with sparse gradients and element-wise Adagrad (it has no row-wise one), the others with the row-wise one.
 """
@@ -43,7 +43,7 @@ class Lookups(Subject):
 
 
 def cases(workloads: Sequence[Shape] = WORKLOADS) -> Iterator[Case]:
-    """Bytes: bench/shapes.py."""
+    """Yields the cases; bench/shapes.py counts their bytes."""
     for workload in workloads:
         limit = ["limit"] * (workload.dim in DIMS)
         yield from Lookups(workload).cases([*peers.available(), *limit])

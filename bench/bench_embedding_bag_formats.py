@@ -33,19 +33,19 @@ def implementations(direction: str, format: str) -> list[str]:
 
 
 class Formats(Subject):
-    """One workload; tables of one format at a time beside those in float32. Keys of what is built: (kind, format)."""
+    """One workload, with tables of one format at a time and those in float32, built under keys (kind, format)."""
 
     format = ""
 
     def in_format(self, format: str) -> Formats:
-        """Itself, with ours in this format; tables of others go, but for float32's."""
+        """Returns itself, with our tables in this format; drops those of other formats, except float32."""
         if format != self.format:
             self.format = format
             self.drop(keep=lambda key: key[1] in (format, "fp32"))
         return self
 
     def of(self, kind: str, format: str):
-        """Tables of a kind ("ours", "fbgemm", "fbgemm training") and a format."""
+        """Returns the tables of a kind ("ours", "fbgemm", "fbgemm training") and a format."""
         if (kind, format) not in self._built:
             self._built[kind, format] = self._make(kind, format)
         return self._built[kind, format]
@@ -92,7 +92,7 @@ class Formats(Subject):
 
 
 def cases(workloads: Sequence[Shape] = WORKLOADS) -> Iterator[Case]:
-    """Bytes: of a call with rows of the format that the implementation has (bench/shapes.py)."""
+    """Yields the cases. Bytes are those of a call with rows in the implementation's format (bench/shapes.py)."""
     for workload in workloads:
         subject = Formats(workload)
         for format, direction in itertools.product(FORMATS, DIRECTIONS):

@@ -32,14 +32,14 @@ class Steps(Subject):
     optimizer, format = "", ""
 
     def using(self, optimizer: str, format: str) -> Steps:
-        """Itself, of these; tables of others go: Adam's state alone is twice the tables."""
+        """Returns itself, with these; drops other tables: Adam's state alone is twice as large as the tables."""
         if (optimizer, format) != (self.optimizer, self.format):
             self.optimizer, self.format = optimizer, format
             self.drop()
         return self
 
     def optimizer_of(self, name: str) -> str:
-        """An implementation's: its case's, or row-wise Adagrad for the entry beside it."""
+        """Returns an implementation's optimizer: its case's, or row-wise Adagrad for the entry beside it."""
         return "rowwise_adagrad" if name.endswith("rowwise_adagrad") else self.optimizer
 
     def make(self, name: str):
@@ -49,7 +49,7 @@ class Steps(Subject):
         return (peers.Fbgemm if name == "fbgemm" else peers.Ours)(self.workload, self.format, optimizer)
 
     def bytes_moved(self, name: str) -> float:
-        """Bytes that a step of ours with the implementation's optimizer moves."""
+        """Bytes that our step moves with the implementation's optimizer."""
         w, row = self.workload, rk.row_bytes(self.format, self.workload.dim)
         each = peers.OPTIMIZERS[self.optimizer_of(name)]().state.values()
         state = sum(4 * w.dim if of_element else 4 for of_element in each)
@@ -57,7 +57,7 @@ class Steps(Subject):
 
 
 def cases(workloads: Sequence[Shape] = WORKLOADS) -> Iterator[Case]:
-    """Bytes: of a step of ours with that optimizer (bench/shapes.py)."""
+    """Yields the cases. Bytes are those of our step with the optimizer (bench/shapes.py)."""
     for workload in workloads:
         steps = Steps(workload)
         for optimizer, format in itertools.product(peers.OPTIMIZERS, ("fp32", "int8")):

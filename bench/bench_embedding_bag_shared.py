@@ -1,4 +1,4 @@
-"""embedding_bag of bags that samples share (`inverse`, `groups`), beside the same batch with a bag for each sample."""
+"""embedding_bag of shared bags (`inverse`, `groups`), compared with the same batch with a bag per sample."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _collection(dims: dict[str, int]) -> rk.EmbeddingBagCollection:
 
 
 class Bags:
-    """Batches of a mixture, and what looks them up: [B, sum of D] each."""
+    """Batches of a mixture, and the lookups of them, which return [B, sum of D]."""
 
     def __init__(self, mixture: Mixture) -> None:
         keys = [f"f{f}" for f in range(len(mixture.dims))]
@@ -68,7 +68,7 @@ class Bags:
         self.optimizer: torch.optim.Optimizer | None = None
 
     def lookup(self, name: str) -> Callable[[int], Tensor]:
-        """The lookup of an implementation, of the number of a batch."""
+        """Returns an implementation's lookup, a function of the index of a batch."""
         if name == "ours":
             module = _collection(self.dims)
             return lambda i: module(self.few[i]).values()
@@ -92,7 +92,7 @@ class Bags:
         return by_table
 
     def train(self, name: str) -> Call:
-        """Lookup, backward and update."""
+        """Runs lookup, backward and update."""
         self.optimizer = None
         lookup, optimizer = self.lookup(name), self.optimizer
 
@@ -106,7 +106,7 @@ class Bags:
 
 
 def cases() -> Iterator[Case]:
-    """Bytes: what is written; trained, also its gradient."""
+    """Yields the cases. Bytes are those of the output and, in training, of its gradient."""
     names = ["ours", "two collections", "whole batch", "torch, whole batch"]
     names += ["fbgemm, whole batch"] * (fbgemm_ops() is not None)
     for mixture in MIXTURES:

@@ -1,4 +1,4 @@
-"""expand beside torch's indexing and index_select, forward and with the gradient."""
+"""expand compared with torch's indexing and index_select, forward and with the gradient."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SESSION = 9.4  # samples of a distinct row
 
 
 def cases() -> Iterator[Case]:
-    """M samples of M / 9.4 distinct rows of D columns; samples of a session are neighbours, or anywhere.
+    """Yields the cases: M samples of M / 9.4 distinct rows of D columns, in sessions of neighbours or in random order.
 
     Bytes: what is written, and read for it; the gradient reads as many again.
     """

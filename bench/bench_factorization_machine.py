@@ -1,4 +1,4 @@
-"""factorization_machine beside torch's two products, the same compiled, and two limits."""
+"""factorization_machine compared with torch's two products, eager and compiled, and two limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BATCH, FACTORS = 2048, 16
 
 
 def cases() -> Iterator[Case]:
-    """Samples of F vectors of D columns; y is shared."""
+    """Yields the cases: samples of F vectors of D columns with a shared y."""
     for vectors, columns in itertools.product((13, 27), (16, 32, 64, 128)):
         shapes = (BATCH, vectors, columns), (vectors, FACTORS)
         products = BATCH * vectors * columns * FACTORS

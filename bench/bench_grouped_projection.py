@@ -1,4 +1,4 @@
-"""grouped_projection beside a loop of torch's linear, one batched product of padded groups, and two limits."""
+"""grouped_projection compared with a loop of torch's linear, one batched product of padded groups, and two limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GROUPS = {
 
 
 def cases() -> Iterator[Case]:
-    """Every group has a block of its own, as wide as all; trained: three products over the same bytes."""
+    """Yields the cases. Every group has its own block of equal width; training makes three such products."""
     for name, (in_dims, out_dim) in GROUPS.items():
         yield from _cases(name, in_dims, out_dim)
 

@@ -1,4 +1,4 @@
-"""jagged_bucketize beside FBGEMM's block_bucketize_sparse_features, and the writing of as many bytes."""
+"""jagged_bucketize compared with FBGEMM's block_bucketize_sparse_features, and with writing as many bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ops = torch.ops.rec_kernels
 
 
 def cases() -> Iterator[Case]:
-    """Ids of 26 features, for so many shards. Bytes: ids read, ids and places written, offsets of all buckets."""
+    """Yields the cases: ids of 26 features. Bytes: ids read, ids and positions written, all offsets."""
     for buckets, length in itertools.product((2, 8, 64), (1.0, 4.0, 20.0)):
         made = [jagged_batch([ROWS] * FEATURES, BATCH, mean_length=length, seed=i) for i in range(INPUTS)]
         sizes = torch.full((FEATURES,), -(-ROWS // buckets))

@@ -1,4 +1,4 @@
-"""jagged_dedup beside torch.unique over rows, and the time that reading the ids takes."""
+"""jagged_dedup compared with torch.unique over rows, and with reading the ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LENGTH, SESSION = 50, 9.4  # ids of a bag; samples that share one, as histories 
 
 
 def bags(batch: int, order: str, seed: int) -> Tensor:
-    """[B, L] int64; ``order``: samples of a session are neighbours, anywhere in the batch, or all differ."""
+    """Returns ids [B, L] int64; ``order``: a session's samples are neighbours, anywhere in the batch, or all differ."""
     generator = torch.Generator().manual_seed(seed)
     distinct = batch if order == "distinct" else 1 + int((batch - 1) / SESSION)
     ids = torch.randint(100_000, (distinct, LENGTH), generator=generator)
@@ -26,7 +26,7 @@ def bags(batch: int, order: str, seed: int) -> Tensor:
 
 
 def cases() -> Iterator[Case]:
-    """One group of one feature; bytes are those of the ids. torch.unique needs bags of one length."""
+    """Yields the cases: one group of one feature. Bytes are those of the ids; torch.unique needs bags of one length."""
     for batch, order in itertools.product((2043, 65536), ("clustered", "shuffled", "distinct")):
         dense = [(bags(batch, order, seed),) for seed in range(INPUTS)]
         offsets = torch.arange(batch + 1) * LENGTH

@@ -1,4 +1,4 @@
-"""jagged_index_select beside FBGEMM's, and the time that reading and writing as many bytes takes."""
+"""jagged_index_select compared with FBGEMM's, and with reading and writing as many bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ops = torch.ops.rec_kernels
 
 
 def cases() -> Iterator[Case]:
-    """Rows of 0 to 9 values of D columns, some of which are chosen. Bytes: written, and read once for each."""
+    """Yields the cases: selects rows of 0 to 9 values of D columns. Bytes: each value written and read once."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(MOST, (ROWS,), generator=generator)
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))

@@ -1,4 +1,4 @@
-"""jagged_overlaps on histories of users, and the time that reading the ids takes."""
+"""jagged_overlaps on histories of users, compared with reading the ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def histories(users: int, step: int, seed: int) -> torch.Tensor:
 
 
 def cases() -> Iterator[Case]:
-    """The op is on the calling thread, whatever their number; bytes are those of the ids."""
+    """Yields the cases. The op always runs on the calling thread; bytes are those of the ids."""
     for users, step in itertools.product((40, 1200), (1, 10, LENGTH)):
         values = [histories(users, step, seed) for seed in range(INPUTS)]
         offsets = torch.arange(0, len(values[0]) + 1, LENGTH)

@@ -1,4 +1,4 @@
-"""jagged_permute beside FBGEMM's permute_2D_sparse_data, and a copy of as many bytes."""
+"""jagged_permute compared with FBGEMM's permute_2D_sparse_data, and with copying as many bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ops = torch.ops.rec_kernels
 
 
 def cases() -> Iterator[Case]:
-    """Ids of 26 features, which are reversed. Bytes: ids and offsets, read and written."""
+    """Yields the cases: reverses 26 features. Bytes: ids and offsets, read and written."""
     order = list(range(FEATURES))[::-1]
     as_tensor = torch.tensor(order, dtype=torch.int32)
     for length in (1.0, 4.0, 20.0):

@@ -1,4 +1,4 @@
-"""jagged_windows beside torch's indexing and FBGEMM's copies of whole rows, and the time of copying as many bytes.
+"""jagged_windows compared with torch's indexing, FBGEMM's copies of whole rows, and copying as many bytes.
 
 FBGEMM has no windows: its jagged_index_select copies the same rows from a tensor that has each of them whole.
 """
@@ -20,13 +20,13 @@ ops = torch.ops.rec_kernels
 
 
 def indexed(values: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
-    """The place of every value, which is then indexed."""
+    """Computes the position of every value, then indexes the values."""
     within = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     return values.index_select(0, starts.repeat_interleave(lengths) + within)
 
 
 def cases() -> Iterator[Case]:
-    """Windows of D columns, those of a user one after the other. Bytes: written, and read once for each."""
+    """Yields the cases: windows of D columns, consecutive for each user. Bytes: each value written and read once."""
     starts = (EACH * torch.arange(USERS)[:, None] + STEP * torch.arange(SAMPLES)).flatten()
     lengths, every = torch.full_like(starts, LONGEST), torch.arange(len(starts))
     for columns in (1, 16, 64):

@@ -1,4 +1,4 @@
-"""Modules of one table beside the same in plain torch, and beside a plain table: blocks by popularity, and paths."""
+"""Modules of one table (popularity blocks, paths) compared with the same in plain torch and with a plain table."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class TorchPath(nn.Module):
 
 
 class Trained:
-    """A module and the optimizers of what is sparse and of what is dense in it."""
+    """A module with the optimizers of its sparse and its dense parameters."""
 
     def __init__(self, module: nn.Module, read: Callable[[rk.JaggedTensor], Tensor] | None = None) -> None:
         self.read = read or module
@@ -81,7 +81,7 @@ class Trained:
         self.optimizers += [torch.optim.SGD(dense, lr=LR)] if dense else []
 
     def train(self, bags: rk.JaggedTensor, grad: Tensor) -> None:
-        """One step."""
+        """Runs one training step."""
         self.read(bags).backward(grad)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -123,7 +123,7 @@ def _call(kind: str, direction: str, name: str) -> Call:
 
 
 def cases() -> Iterator[Case]:
-    """Bytes: of a plain table. Trained by row-wise Adagrad, of torch the element-wise one; SGD of what is dense."""
+    """Yields the cases. Bytes: those of a plain table. Row-wise Adagrad (torch: Adagrad) trains tables, SGD others."""
     for kind, direction in itertools.product(KINDS, DIRECTIONS):
         call, trains = functools.partial(_call, kind, direction), direction == "train"
         names, moved = ["ours", "torch", "plain table"], WORKLOAD.forward_bytes()

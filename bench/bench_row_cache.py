@@ -1,4 +1,4 @@
-"""A training step with a row cache beside float32 and int8 tables without one, and FBGEMM's float32 step.
+"""A training step with a row cache compared with float32 and int8 tables without one, and with FBGEMM's float32 step.
 
 In "hot" workloads every row is in the cache, and a few batches are trained again and again. In "zipf" ones every step
 has ids that were not seen before: some rows are in no slot, come in, and others leave. FBGEMM's CPU kernels have no
@@ -61,7 +61,7 @@ class Steps(Subject):
 
 
 def cases() -> Iterator[Case]:
-    """Forward, backward and update."""
+    """Yields the cases: forward, backward and update."""
     names = [*CACHES, "ours fp32", "ours int8", *["fbgemm"] * ("fbgemm" in peers.available())]
     for workload in WORKLOADS:
         yield from Steps(workload).cases(names, ["train"])

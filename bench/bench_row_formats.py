@@ -1,4 +1,4 @@
-"""quantize_rows and dequantize_rows beside torch's prepack and unpack ops, torch's casts and FBGEMM's fused rows."""
+"""quantize_rows and dequantize_rows compared with torch's prepack, unpack and casts, and FBGEMM's fused rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 def quantizers(format: str, rounding: str) -> dict[str, Function]:
-    """Implementation -> its function of rows of floats; the same bytes. Peers do not round stochastically."""
+    """Implementation -> its function of rows of floats; all write equal bytes. Peers do not round stochastically."""
     step, ops = torch.tensor(1), fbgemm_ops()
     ours = {"ours": lambda x: rk.quantize_rows(x, format, rounding=rounding, seed=step, step=step)}
     prepack = {"int8": quantized.embedding_bag_byte_prepack, "int4": quantized.embedding_bag_4bit_prepack}
@@ -38,7 +38,7 @@ def quantizers(format: str, rounding: str) -> dict[str, Function]:
 
 
 def dequantizers(format: str, columns: int) -> dict[str, Function]:
-    """Implementation -> its function of encoded rows; the same numbers."""
+    """Implementation -> its function of encoded rows; all return equal values."""
     ops = fbgemm_ops()
     ours = {"ours": lambda rows: rk.dequantize_rows(rows, format, columns)}
     unpack = {"int8": quantized.embedding_bag_byte_unpack, "int4": quantized.embedding_bag_4bit_unpack}
@@ -52,7 +52,7 @@ def dequantizers(format: str, columns: int) -> dict[str, Function]:
 
 
 def cases() -> Iterator[Case]:
-    """Inputs are together more than a cache holds. Bytes: the floats once, so that rates compare both ways."""
+    """Yields the cases. All inputs together exceed the caches. Bytes count the floats once in both directions."""
     for (rows, columns), format in itertools.product(SIZES, FORMATS):
         x = list(torch.randn(INPUTS, rows, columns).unbind())
         for rounding in ("nearest", "stochastic"):

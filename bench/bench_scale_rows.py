@@ -1,4 +1,4 @@
-"""The template op beside plain torch."""
+"""The template op compared with plain torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZES = [(4096, 16), (65_536, 128)]
 
 
 def cases() -> Iterator[Case]:
-    """Bytes: x, its factors and the output; trained also the gradient and x, read, the gradient twice, and grad_x."""
+    """Yields the cases. Bytes: x, factors and output; in training also x again, the gradient twice, and grad_x."""
     for rows, columns in SIZES:
         given = [tuple(torch.randn(s, requires_grad=True) for s in ((rows, columns), (rows,))) for _ in range(INPUTS)]
         ways = {"ours": Way(rk.scale_rows, given), "torch": Way(lambda x, scale: x * scale[:, None], given)}

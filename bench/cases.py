@@ -30,7 +30,7 @@ HALF = "bfloat16"
 
 @dataclass(frozen=True)
 class Case:
-    """A group of a table.
+    """One group of the result table: implementations of the same work.
 
     Args:
         title: of the group.
@@ -83,7 +83,7 @@ class Pass(NamedTuple):
     names: Sequence[str] = ()
 
     def cases(self) -> Iterator[Case]:
-        """Yield the cases; each is made only after the previous one was measured."""
+        """Yields the cases; each is made only after the previous one was measured."""
         for op in self.ops:
             module = importlib.import_module(f"bench.bench_{op}")
             for case in module.cases(self.workloads) if self.workloads else module.cases():
@@ -95,7 +95,7 @@ class Pass(NamedTuple):
         return [name for name in case.names if not self.names or name in ("ours", *self.names)]
 
     def measure(self, turn: int) -> dict[str, dict[str, dict]]:
-        """Title -> implementation -> row; ``turn``: the number of the pass, by which another one goes first."""
+        """Returns title -> implementation -> row; ``turn``, the pass number, decides which goes first."""
         if self.threads:
             torch.set_num_threads(self.threads)
         warnings.filterwarnings("ignore", message="Sparse invariant checks")  # of torch's own sparse gradients
@@ -116,7 +116,7 @@ class Way(NamedTuple):
 def op_case(
     title: str, ways: Mapping[str, Way], moved: float | Callable[[str], float], limits: Mapping[str, Call] | None = None
 ) -> Case:
-    """Calls under no_grad; ``limits``: functions of an input's index."""
+    """Makes a case of calls under no_grad; ``limits``: functions of an input's index."""
     limits = limits or {}
 
     def call(name: str) -> Call:
@@ -131,7 +131,7 @@ def op_case(
 def trained_case(
     title: str, ways: Mapping[str, Way], moved: float | Callable[[str], float], limits: Mapping[str, Call] | None = None
 ) -> Case:
-    """Forward, and the gradients of all arguments that require grad."""
+    """Makes a case of the forward and the gradients of all arguments that require them."""
     limits = limits or {}
 
     def call(name: str) -> Call:

@@ -1,4 +1,4 @@
-"""Compare two files of bench.run, of two commits on one machine: `python -m bench.compare BEFORE.json AFTER.json`.
+"""Compares two files of bench.run, of two commits on one machine: `python -m bench.compare BEFORE.json AFTER.json`.
 
 BEFORE and AFTER are files, or COMMIT:PATH of files that git has. A ratio is AFTER's time over BEFORE's, of geometric
 means over the passes; its interval is Welch's, of the logarithms. "Others" are the least and the largest ratio of the
@@ -26,7 +26,7 @@ UNKNOWN = "not recorded"
 
 @dataclass(frozen=True)
 class Ratio:
-    """AFTER over BEFORE; ``low`` and ``high`` are None below two passes on either side."""
+    """AFTER over BEFORE; ``low`` and ``high`` are None if either side has fewer than two passes."""
 
     value: float
     low: float | None
@@ -54,7 +54,7 @@ def ratio(before: list[float], after: list[float]) -> Ratio:
 
 
 def verdict(found: Ratio, others: list[float]) -> str:
-    """ "faster", "slower" or "within noise", which is also what others have moved by; or why there is none.
+    """Returns "faster", "slower", "within noise" (also if peers moved as much), or why there is no verdict.
 
     Args:
         others: ratios of implementations that did not change.
@@ -67,13 +67,13 @@ def verdict(found: Ratio, others: list[float]) -> str:
 
 
 def times(group: Group, name: str, against: str | None) -> list[float]:
-    """Milliseconds of each pass, or what they are of ``against``'s in the same pass."""
+    """Milliseconds of each pass, or their ratio to ``against``'s in the same pass."""
     own = passes(group[name])
     return own if against is None else [a / b for a, b in zip(own, passes(group[against]), strict=True)]
 
 
 def compare_group(before: Group, after: Group, against: str | None) -> dict[str, tuple[Ratio, str]]:
-    """Implementation -> its ratio and verdict, of those that both have, and of groups with ``against``."""
+    """Implementation -> ratio and verdict, for those in both documents; only groups that have ``against``, if given."""
     if against is not None and not (against in before and against in after):
         return {}
     names = [name for name in after if name in before and name != against]
@@ -83,7 +83,7 @@ def compare_group(before: Group, after: Group, against: str | None) -> dict[str,
 
 
 def table(before: dict, after: dict, against: str | None) -> str:
-    """A markdown table of all groups that both documents have, and what it comes to."""
+    """A Markdown table of all groups in both documents, with a summary."""
     heads = ["benchmark", "implementation", "before", "after", "after / before", "95 % interval", "others", "verdict"]
     lines = []
     own: list[tuple[Ratio, str]] = []
@@ -114,13 +114,13 @@ def _summary(own: list[tuple[Ratio, str]]) -> str:
 
 
 def differences(before: dict, after: dict) -> list[str]:
-    """List the differences between the runs besides the commit; a key in only one file counts as different."""
+    """Lists the differences between the runs besides the commit; a key in only one file counts as different."""
     found = {key: [document["machine"].get(key, UNKNOWN) for document in (before, after)] for key in SAME}
     return [f"{key}: {one}, {other}" for key, (one, other) in found.items() if one != other]
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line, or ``given`` instead."""
+    """Parses the command line, or ``given`` instead."""
     parser = argparse.ArgumentParser(prog="python -m bench.compare", description=__doc__)
     parser.add_argument("before", metavar="BEFORE", help="JSON file, or COMMIT:PATH")
     parser.add_argument("after", metavar="AFTER", help="JSON file, or COMMIT:PATH")

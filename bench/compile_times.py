@@ -23,7 +23,7 @@ COMMANDS = "compile_commands.json"
 
 
 def user_seconds(command: list[str], folder: str) -> float:
-    """User time of a compiler's command and what it starts: without ccache, its output thrown away."""
+    """User time of a compiler command and its children, without ccache; discards the output."""
     command = [*command]
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     with tempfile.TemporaryDirectory() as output:
@@ -33,7 +33,7 @@ def user_seconds(command: list[str], folder: str) -> float:
 
 
 def compile_times(build: Path) -> dict[str, float]:
-    """Seconds by CUDA file of csrc, one compiled after the other.
+    """Compiles the CUDA files of csrc one by one; returns the seconds of each.
 
     Raises:
         FileNotFoundError: ``build`` has no compile_commands.json.
@@ -44,7 +44,7 @@ def compile_times(build: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the files, slowest first."""
+    """Prints the files, slowest first."""
     parser = argparse.ArgumentParser(prog="python -m bench.compile_times", description=__doc__)
     parser.add_argument("build", type=Path, nargs="?", help="build folder (default: the newest build/cuda-*)")
     build = parser.parse_args().build
@@ -52,7 +52,7 @@ def main() -> None:
     if not builds:
         sys.exit("no build/cuda-*: REC_KERNELS_CUDA=1 make build makes one")
     if not (builds[-1] / COMMANDS).is_file():
-        parser.error(f"{builds[-1]} has no {COMMANDS}: it is no build folder")
+        parser.error(f"{builds[-1]} has no {COMMANDS}: it is not a build folder")
     for name, seconds in sorted(compile_times(builds[-1]).items(), key=lambda item: -item[1]):
         print(f"{seconds:6.1f} {name}")
 

@@ -39,7 +39,7 @@ SHAPES: dict[str, Shape] = {shape.name: shape for shape in (*WORKLOADS, *NAMED.v
 
 @dataclass(frozen=True)
 class Sample:
-    """A measured workload: its name and its kind, which is its sweep; a call's direction, sizes and nanoseconds."""
+    """A measured workload: its name, its kind (the sweep), and a call's direction, sizes and nanoseconds."""
 
     name: str
     kind: str
@@ -48,12 +48,12 @@ class Sample:
     ns: float
 
     def error(self, of: Model) -> float:
-        """Predicted over measured, less 1."""
+        """Predicted over measured, minus 1."""
         return of.ns(self.direction, self.load) / self.ns - 1
 
 
 def of_points(rows: Sequence[dict]) -> list[Sample]:
-    """Both directions of points of a file."""
+    """Returns both directions of the points of a file."""
     return [
         Sample(f"{row['sweep']} {point.value}", row["sweep"], d, Load.of_point(point, row), row[d]["ours"]["ms"] * 1e6)
         for row, point in ((row, Point.read(row)) for row in rows)
@@ -112,7 +112,7 @@ def _median(errors: Sequence[float]) -> str:
 
 
 def held_out(samples: Sequence[Sample], of: Model) -> str:
-    """Measured beside predicted, in markdown, and the median errors."""
+    """Measured and predicted times in Markdown, with the median errors."""
     names = list(dict.fromkeys(s.name for s in samples))
     lines = []
     for name in names:
@@ -136,7 +136,7 @@ def predictions(of: Model, workloads: Sequence[str]) -> str:
 
 
 def read(name: str) -> dict:
-    """The document of a file of bench.tuning, its model made anew.
+    """Reads a file of bench.tuning and fits its model again.
 
     Raises:
         FiguresError: it is of another program, or has fewer float32 points than a model has numbers.
@@ -144,7 +144,7 @@ def read(name: str) -> dict:
     document = load(name, kinds=("points",))
     count, least = sum(row["format"] == "fp32" for row in document["points"]), len(CALIBRATION)
     if count < least:
-        raise FiguresError(f"{name}: {count} float32 workloads, at least {least} are needed")
+        raise FiguresError(f"{name}: {count} float32 workloads, needs at least {least}")
     model.add_model(document)
     return document
 
@@ -160,13 +160,13 @@ def read_held_out(names: Sequence[str], document: dict) -> list[Sample]:
         other = load(name)
         for key in ("cpu", "threads"):
             if (own := other["machine"][key]) != (first := document["machine"][key]):
-                raise FiguresError(f"{name}: {key} is {own}, and {first} in the file that the model is fitted to")
+                raise FiguresError(f"{name}: {key} is {own}, but {first} in the file that the model is fitted to")
         found += of_run(other)
     return found
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """The command line; ``given``: in its place."""
+    """Parses the command line, or ``given`` instead."""
     parser = argparse.ArgumentParser(prog="python -m bench.cost_model", description=__doc__)
     parser.add_argument("file", metavar="FILE", help="JSON file of bench.tuning or --calibrate, or COMMIT:PATH")
     parser.add_argument(

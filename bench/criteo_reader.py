@@ -42,7 +42,7 @@ def make_file(sample: Path, target: Path, size: int) -> tuple[int, int]:
 
 
 def prepare(file: Path, store: Path, rows: int) -> int:
-    """Ours: the whole file."""
+    """Prepares the whole file with rec_kernels."""
     return len(Criteo(file, data_dir=store).label)
 
 
@@ -68,21 +68,21 @@ def plain_python(file: Path, store: Path, rows: int) -> int:
 
 
 def timed(case, file: Path, store: Path, rows: int) -> tuple[int, float, int]:
-    """Rows, seconds and peak resident bytes of one call; to be run in a fresh process."""
+    """Returns rows, seconds and peak resident bytes of one call; run it in a fresh process."""
     start = time.perf_counter()
     count = case(file, store, rows)
     return count, time.perf_counter() - start, peak_memory_bytes()
 
 
 def in_fresh_process(case, file: Path, scratch: Path, rows: int) -> tuple[int, float, int]:
-    """``timed`` with an empty store, in a process that has done nothing else."""
+    """Runs ``timed`` with an empty store in a fresh process."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(dir=scratch) as store, ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(timed, case, file, Path(store), rows).result()
 
 
 def measure(options: argparse.Namespace, scratch: Path) -> dict[str, dict]:
-    """Medians over the rounds of every case."""
+    """Returns medians over the rounds for every case."""
     plain, packed = scratch / "rows.tsv", scratch / "rows.tsv.gz"
     sizes = {plain: make_file(options.sample, plain, int(options.gigabytes * 1e9))}
     sizes[packed] = make_file(options.sample, packed, int(options.gz_gigabytes * 1e9))

@@ -1,4 +1,4 @@
-"""Measure the savings and costs of whole-bag deduplication in a training step, on the same batches with and without it.
+"""Measures what whole-bag deduplication saves and costs in a training step, on the same batches with and without it.
 
 history     Complete Journey, for several lengths of the longest history and sizes of the batch
 break-even  synthetic sessions, whose ids repeat more and more often: from which factor on it pays
@@ -39,7 +39,7 @@ INPUTS = 4  # batches that every way takes in turn
 
 
 class Way:
-    """A model and a table, and batches as one of ``WAYS`` has them."""
+    """A model, a table, and batches in the representation of one of ``WAYS``."""
 
     def __init__(self, data: DataSet, batches: list[Batch], dim: int):
         self.batches, self.joined = batches, [batch.joined() for batch in batches]
@@ -54,12 +54,12 @@ class Way:
         self.gradient = torch.randn(max(len(batch.label) for batch in batches), dim) / 1000
 
     def embedding(self, number: int) -> None:
-        """Lookup, backward and update of the history alone."""
+        """Runs lookup, backward and update of the history alone."""
         batch = self.batches[number]
         self.table(batch.shared).values().backward(self.gradient[: len(batch.label)])
 
     def step(self, number: int) -> None:
-        """A training step."""
+        """Runs a training step."""
         batch = self.joined[number]
         loss = binary_cross_entropy_with_logits(self.model(batch), batch.label)
         self.optimizer.zero_grad()
@@ -68,13 +68,13 @@ class Way:
 
 
 def num_bytes(shared: rk.KeyedJaggedTensor | rk.InverseKeyedJaggedTensor) -> int:
-    """Bytes of ids and of where bags are, and of what says which bag a row has."""
+    """Bytes of ids, offsets and inverse indices."""
     # All that they are made of: a container is a tree of tensors.
     return sum(t.nbytes for t in tree_leaves(shared) if t is not None)
 
 
 def some_batches(data: DataSet, size: int) -> list[Batch]:
-    """``INPUTS`` full ones, over the whole training: at its beginning histories are short."""
+    """Returns ``INPUTS`` full batches spread over the whole training, since histories are short at its beginning."""
     full = max(data.num_rows("train") // size, 1)
     numbers = [full * (2 * i + 1) // (2 * INPUTS) for i in range(INPUTS)]
     return [next(data.batches("train", size, number)) for number in numbers]
@@ -103,7 +103,7 @@ def measure(data: DataSet, size: int, dim: int, turns: int, seconds: float) -> d
 
 
 def check(without: Way, with_: Way) -> None:
-    """No figure of a wrong step: both ways give the same bits before the first update."""
+    """Exits unless both ways give the same bits before the first update."""
     with torch.no_grad():
         for one, other in zip(without.batches, with_.batches, strict=True):
             if not torch.equal(without.model(one), with_.model(other)):
@@ -111,7 +111,7 @@ def check(without: Way, with_: Way) -> None:
 
 
 def times(functions: dict, turns: int, seconds: float) -> dict[str, dict]:
-    """Median, first and last decile in milliseconds, and the number of calls."""
+    """Returns median, first and last decile in milliseconds, and the number of calls."""
     found = {}
     for name, calls in take_turns(functions, INPUTS, turns=turns, seconds=seconds).items():
         milliseconds = [1000 * call for call in calls]
@@ -127,7 +127,7 @@ def unchanged(factor: float) -> float:
 
 
 def cases(options: argparse.Namespace) -> list[dict]:
-    """Every figure, by what was measured."""
+    """Returns all figures by name."""
     common = (options.embedding_dim, options.turns, options.seconds)
     results = []
     todo = list(itertools.product(*((10, 50), (256,)) if options.quick else (HISTORIES, BATCHES)))
@@ -143,7 +143,7 @@ def cases(options: argparse.Namespace) -> list[dict]:
 
 
 def table(results: list[dict]) -> str:
-    """The results as Markdown; in parentheses: without over with."""
+    """The results as Markdown; ratios in parentheses are without over with deduplication."""
     heads = ["data", "history", "batch", "ids per row", "factor", "MB, without", "MB, with", "dedup, ms"]
     heads += ["embedding, ms, without", "with", "step, ms, without", "with", "examples/s, without", "with"]
     lines = []

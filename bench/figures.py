@@ -1,4 +1,4 @@
-"""The JSON files of bench.run: how they are read, and what follows from the figures of a group.
+"""Reads the JSON files of bench.run and derives values from a group's figures.
 
 A group is what implementations are compared on: name -> row of figures, as `bench.run.merge` makes them. Files that
 were written before it kept every pass have rows without "passes_ms" and "bytes".
@@ -39,7 +39,7 @@ POINT = ("sweep", "tables", "batch", "rows", "dim", "bag", "zipf", "format", "ba
 
 
 class FiguresError(ValueError):
-    """A file that bench.run or bench.tuning has not written, or whose figures do not serve."""
+    """A file not written by bench.run or bench.tuning, or without the required figures."""
 
 
 def load(name: str, kinds: Sequence[str] = ("results",)) -> dict[str, object]:
@@ -56,7 +56,7 @@ def load(name: str, kinds: Sequence[str] = ("results",)) -> dict[str, object]:
     try:
         document = json.loads(text)
     except ValueError as error:
-        raise FiguresError(f"{name}: no JSON file: {error}") from error
+        raise FiguresError(f"{name}: not a JSON file: {error}") from error
     if not isinstance(document, dict) or not any(_is_kind(document, kind) for kind in kinds):
         raise FiguresError(f"{name}: not written by {' or '.join(WRITERS[kind] for kind in kinds)}")
     return document
@@ -68,7 +68,7 @@ def _of_commit(name: str) -> str:
         with contextlib.suppress(FileNotFoundError):  # there is no git
             shown = subprocess.run(["git", "show", name], cwd=ROOT, capture_output=True, text=True)
     if shown is None or shown.returncode:
-        raise FiguresError(f"{name}: neither a file nor COMMIT:PATH of one that git has")
+        raise FiguresError(f"{name}: neither a file nor the COMMIT:PATH of a file in git")
     return shown.stdout
 
 
@@ -93,7 +93,7 @@ def _is_point(row: object) -> bool:
 
 
 def where(document: dict[str, object]) -> str:
-    """Machine, versions, effort, date and commit of a document's figures, in a line."""
+    """Describes machine, versions, effort, date and commit of a document in one line."""
     about = document["machine"]
     threads = f"{about['threads']} thread{'s' * (about['threads'] != 1)}"
     commit = f"commit {about['commit']}{' and changes' * about.get('dirty', False)}"
@@ -103,12 +103,12 @@ def where(document: dict[str, object]) -> str:
 
 
 def is_other(name: str) -> bool:
-    """True for code from outside of this repository, whose time no commit here changes."""
+    """True for code outside this repository, whose time does not depend on our commits."""
     return name in OTHERS
 
 
 def passes(row: Row) -> list[float]:
-    """Milliseconds of each pass; one of all passes where the file has no more."""
+    """Milliseconds of each pass, or one value for all passes if the file has no more."""
     return row.get("passes_ms") or [row["ms"]]
 
 

@@ -30,7 +30,7 @@ BOUNDS = {"mx9": (34.7, 34.67), "mx6": (16.7, 16.2), "mx4": (4.6, 3.89)}
 
 
 def gaussian_rows(rows: int) -> Tensor:
-    """[rows, COLUMNS] normal numbers; each row has a standard deviation of its own, |normal| too."""
+    """[rows, COLUMNS] normal values; each row has its own standard deviation, |normal|."""
     generator = torch.Generator().manual_seed(0)
     size = torch.randn(rows, 1, generator=generator).abs()
     return torch.randn(rows, COLUMNS, generator=generator) * size
@@ -43,13 +43,13 @@ def error(x: Tensor, format: str, **options: object) -> Tensor:
 
 
 def decibels(x: Tensor, noise: Tensor) -> float | None:
-    """Energy of x over the energy of the noise; None where there is no noise."""
+    """Energy of x over the energy of the noise in dB; None without noise."""
     energy = noise.square().sum().item()
     return 10 * math.log10(x.double().square().sum().item() / energy) if energy else None
 
 
 def hard_blocks(columns: int) -> Tensor:
-    """[N, columns]: a large number in [1, 2], a smaller neighbour, and a third number in all other columns.
+    """[N, columns]: a large value in [1, 2], a smaller neighbour, and a third value in all other columns.
 
     The smaller ones are at, just below and just above 2^-k and 3 * 2^-k, where the ties of every format are.
     """
@@ -116,7 +116,7 @@ def _worst(row: dict, name: str, number: int) -> str:
 
 
 def main(given: list[str] | None = None) -> None:
-    """Measure, print and optionally write the results; ``given``: arguments instead of the command line's."""
+    """Measures, prints and optionally writes the results; ``given`` replaces the command line's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="replace the JSON file and the table of docs/quality.md")
     write = parser.parse_args(given).write

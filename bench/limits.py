@@ -41,13 +41,13 @@ class Limits:
         self._omp.omp_set_num_threads(torch.get_num_threads())
 
     def gather(self, weights: Tensor, rows: Tensor, bag: int, dim: int, out: Tensor) -> None:
-        """out [T, B, dim] = sums of `bag` rows each; rows [T * B * bag] int64 are row numbers of the flat weights."""
+        """Writes out [T, B, dim], sums of `bag` rows each; rows [T * B * bag] int64 are rows of the flat weights."""
         pointers = (ctypes.c_void_p(weights.data_ptr()), ctypes.c_void_p(rows.data_ptr()))
         if not self._library.gather_sum(*pointers, ctypes.c_int64(bag), ctypes.c_int64(dim), *_columns(out)):
             raise ValueError(f"dim = {dim} must be one of {DIMS}")
 
     def update(self, weights: Tensor, rows: Tensor, dim: int) -> None:
-        """Adds a number to every element of the given (unique, sorted) rows."""
+        """Adds a constant to every element of the given (unique, sorted) rows."""
         pointers = (ctypes.c_void_p(weights.data_ptr()), ctypes.c_void_p(rows.data_ptr()))
         sizes = (ctypes.c_int64(rows.numel()), ctypes.c_int64(dim))
         self._library.update_rows(*pointers, *sizes, ctypes.c_float(1e-6))
@@ -85,7 +85,7 @@ class Limits:
         self._library.rewrite_rows(*pointers, ctypes.c_int64(rows.numel()), ctypes.c_int64(weights.shape[1]))
 
     def multiply_add(self, count: int) -> None:
-        """``count`` multiplications, each with an addition, of numbers in registers."""
+        """Runs ``count`` multiply-adds on registers."""
         self._library.multiply_add(ctypes.c_int64(count))
 
 
@@ -130,10 +130,10 @@ class ProductLimit:
         self._buffers = torch.empty(2 * shape.num_ids, dtype=torch.int64)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The lookup [B, T * D] of ids [N], key-major."""
+        """Returns the lookup [B, T * D] of ids [N], key-major."""
         return self.train(ids, None)
 
     def train(self, ids: Tensor, grad: Tensor | None) -> Tensor:
-        """The lookup, and one step with its gradient."""
+        """Runs the lookup and one step with its gradient."""
         limits().step_products(self._sizes, self._rates, *self._tables, ids, grad, self._out, self._buffers)
         return self._out

@@ -84,7 +84,7 @@ FBGEMM_FORMATS = ("fp32", "fp16")
 
 
 def fbgemm_modules() -> tuple[ModuleType, ModuleType]:
-    """FBGEMM's modules of settings and of tables; they print when they are imported."""
+    """Imports FBGEMM's modules of settings and of tables, which print while they are imported."""
     with contextlib.redirect_stdout(io.StringIO()):
         from fbgemm_gpu import split_embedding_configs, split_table_batched_embeddings_ops_training
     return split_embedding_configs, split_table_batched_embeddings_ops_training
@@ -93,7 +93,7 @@ def fbgemm_modules() -> tuple[ModuleType, ModuleType]:
 def fbgemm_tables(
     sizes: Sequence[tuple[int, int]], format: str = "fp32", optimizer: str = "rowwise_adagrad"
 ) -> torch.nn.Module:
-    """FBGEMM's tables of so many rows and columns on the CPU, initialized to nonzero values like ours."""
+    """Makes FBGEMM's tables of the given sizes on the CPU, initialized to nonzero values like ours."""
     configs, fbgemm = fbgemm_modules()
     tables = fbgemm.SplitTableBatchedEmbeddingBagsCodegen(
         [(*size, fbgemm.EmbeddingLocation.HOST, fbgemm.ComputeDevice.CPU) for size in sizes],
@@ -134,7 +134,7 @@ class FbgemmHugePages(Fbgemm):
 
 
 def in_huge_pages(x: Tensor) -> Tensor:
-    """A copy in memory with huge pages requested, on systems that grant them on request."""
+    """Copies a tensor to memory with huge pages requested, on systems that grant them."""
     num_bytes = x.numel() * x.element_size()
     memory = mmap.mmap(-1, num_bytes + 2 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
@@ -168,7 +168,7 @@ class Ours:
 
 
 class FbgemmInference:
-    """FBGEMM's table-batched lookup of low-precision rows, which cannot be trained; float32 outputs, as ours."""
+    """FBGEMM's table-batched lookup of low-precision rows, which cannot be trained; outputs are float32, like ours."""
 
     FORMATS = ("fp16", "int8", "int4")
 

@@ -29,7 +29,7 @@ MIB = 2**20
 
 
 def save(figure: Figure, path: Path, dpi: int) -> None:
-    """Write the figure as a PNG file, replacing an existing one."""
+    """Writes the figure as a PNG file, replacing an existing one."""
     with files.atomic_write(path) as file:
         figure.savefig(file, format="png", dpi=dpi)
 
@@ -43,7 +43,7 @@ def times_over_ours(direction: str, peer: str) -> dict[str, float]:
 
 
 def speed() -> Figure:
-    """Times of torch and FBGEMM over ours, for the workloads of public sizes."""
+    """Draws the times of torch and FBGEMM over ours, for the workloads of public sizes."""
     figure = Figure(figsize=(7.6, 3.6), layout="constrained")
     for axes, (direction, title) in zip(figure.subplots(1, 2, sharey=True), PANELS, strict=True):
         for number, ((peer, name), colour) in enumerate(zip(PEERS, COLOURS, strict=False)):
@@ -68,7 +68,7 @@ def _said(times: float) -> str:
 
 
 def losses() -> list[tuple[str, float, float, float, float]]:
-    """Format, MiB of tables and state, difference of the test AUC to fp32's, its interval; stochastic rounding."""
+    """Returns format, MiB of tables and state, test AUC minus fp32's, and its interval, with stochastic rounding."""
     rows = []
     for c in json.loads((RESULTS / QUALITY).read_text())["configurations"][1:]:
         name, _, rounding = c["name"].partition("-")
@@ -79,7 +79,7 @@ def losses() -> list[tuple[str, float, float, float, float]]:
 
 
 def formats() -> Figure:
-    """Test AUC that each row format costs, beside the bytes that it takes."""
+    """Draws the test AUC that each row format costs over the bytes that it takes."""
     whole = json.loads((RESULTS / QUALITY).read_text())["configurations"][0]["table_bytes"] / MIB
     figure = Figure(figsize=(7.6, 2.7), layout="constrained")
     axes = figure.subplots()
@@ -95,7 +95,7 @@ def formats() -> Figure:
 
 
 def steps() -> Figure:
-    """Where a training step's time goes, and how long the bare loop of the same update takes."""
+    """Draws the parts of a training step's time, and the bare loop of the same update."""
     found = json.loads((RESULTS / "step_parts.json").read_text())["results"]
     figure = Figure(figsize=(7.6, 3.4), layout="constrained")
     panels = figure.subplots(len(found), 1)

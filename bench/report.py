@@ -1,4 +1,4 @@
-"""Show result files of bench.run as markdown and pictures: `python -m bench.report [FILE...] [--pictures FOLDER]`.
+"""Shows result files of bench.run as markdown and pictures: `python -m bench.report [FILE...] [--pictures FOLDER]`.
 
 Without a file it shows those of bench/results. docs/benchmarks.md describes the columns.
 """
@@ -34,7 +34,7 @@ def summary(document: dict) -> str:
 
 
 def table(document: dict) -> str:
-    """Every group and implementation of a document."""
+    """A Markdown table of every group and implementation of a document."""
     groups = document["results"].items()
     rows = ([title, name, *_cells(group, name)] for title, group in groups for name in group)
     return bench.table([*HEADS, "time over ours"], rows, texts=("implementation",))
@@ -100,7 +100,7 @@ def _limit_rate(group: Group) -> float:
 
 
 def _bars(axes, groups: dict[str, Group], colours: dict[str, str]) -> None:
-    """Rates of every implementation, and the limit's across them, group below group."""
+    """Draws the rates of every implementation, with the limit's rate across them, group by group."""
     height = 0.8 / len(colours)
     for number, name in enumerate(colours):
         places = [(i + (number + 0.5) * height - 0.4, g) for i, g in enumerate(groups.values()) if name in g]
@@ -118,7 +118,7 @@ def _bars(axes, groups: dict[str, Group], colours: dict[str, str]) -> None:
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line, or ``given`` instead."""
+    """Parses the command line, or ``given`` instead."""
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
     parser.add_argument("files", nargs="*", metavar="FILE", help="JSON file of bench.run, or COMMIT:PATH")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw the rates of each file there")

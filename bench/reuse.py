@@ -45,7 +45,7 @@ STEADY_COUNT = 8
 
 
 def reused_ids(reuse: dict[float, float], ids: int, place: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Ids of one table's batch, in random order.
+    """Draws the ids of one table's batch, in random order.
 
     A class whose ids are fewer than its count is one row: small batches keep the shares of ids, and lose some reuse.
 
@@ -66,7 +66,7 @@ def reused_ids(reuse: dict[float, float], ids: int, place: np.ndarray, rng: np.r
     rows = [min(n, max(1, round(n / count))) for n, count in zip(of_class, reuse, strict=True)]
     steady = sum(n for n, count in zip(rows, reuse, strict=True) if count > STEADY_COUNT)
     if sum(rows) > len(place):
-        raise ValueError(f"ids = {ids} name {sum(rows)} rows, and the table has {len(place)}")
+        raise ValueError(f"ids = {ids} name {sum(rows)} rows, but the table has {len(place)}")
     fresh = rng.choice(place[steady:], sum(rows) - steady, replace=False)
     # The last class is the most frequent one.
     chosen = np.concatenate([fresh, place[:steady][::-1]])

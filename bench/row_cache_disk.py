@@ -34,12 +34,12 @@ IMPLEMENTATIONS = ("memory", "disk", "disk, prefetched")
 
 
 def own_memory() -> int:
-    """Bytes of the process that no file backs and that have memory."""
+    """Resident anonymous bytes of the process."""
     return 1024 * int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
 
 
 def collection(on_disk: bool, folder: Path, budget: int) -> rk.EmbeddingBagCollection:
-    """The tables of the workload in int8."""
+    """Makes a collection of the workload's tables in int8."""
     w = WORKLOAD
     tables = [
         rk.EmbeddingBagConfig(w.rows, w.dim, name=f"t{t}", feature_names=[f"f{t}"], format="int8")
@@ -51,7 +51,7 @@ def collection(on_disk: bool, folder: Path, budget: int) -> rk.EmbeddingBagColle
 
 
 def train(name: str, has_model: bool, folder: Path, budget: int) -> dict:
-    """Steps of one implementation: milliseconds, hit rate, memory, bytes of the file a step."""
+    """Trains with one implementation: milliseconds, hit rate, memory, and file bytes per step."""
     torch.manual_seed(0)
     w = WORKLOAD
     w.ids(0)  # makes what ids are drawn from
@@ -96,7 +96,7 @@ def train(name: str, has_model: bool, folder: Path, budget: int) -> dict:
 
 
 def run(name: str, has_model: bool, folder: Path | None, budget: int, threads: int) -> dict:
-    """``train`` in a new process."""
+    """Runs ``train`` in a new process."""
     with tempfile.TemporaryDirectory(dir=folder) as own:
         arguments = [json.dumps([name, has_model, own, budget, threads])]
         command = [sys.executable, "-m", "bench.row_cache_disk", "--child", *arguments]
@@ -104,7 +104,7 @@ def run(name: str, has_model: bool, folder: Path | None, budget: int, threads: i
 
 
 def table(found: dict[str, dict[str, dict]]) -> str:
-    """A line for each kind of step and implementation."""
+    """A Markdown table with a line per kind of step and implementation."""
     heads = ["step", "tables", "ms", "of memory's speed", "hit rate"]
     heads += ["grown, MB", "read a step, MB", "written a step, MB"]
     lines = []

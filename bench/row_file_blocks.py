@@ -1,4 +1,4 @@
-"""Loads of a row file four times as large as its memory, compared with a bare loop that moves as many blocks.
+"""Measures loads of a row file four times as large as its memory, against a bare loop that moves as many blocks.
 
 Every load names other blocks, all of which change, so that nearly every block that comes in sends one to the log. The
 loop reads the same blocks of the file into memory of the same size, and first writes what was there to a file of its
@@ -24,7 +24,7 @@ LOADS = 300  # that are timed
 
 
 def filled(path: Path, threads: int):
-    """A new row file without a block of zeros, flushed."""
+    """Creates and flushes a row file without blocks of zeros."""
     file = host().RowFile.create(path, BLOCKS * BLOCK, layout="blocks", memory_budget=HELD * BLOCK, threads=threads)
     rng, window = np.random.default_rng(0), file.window.reshape(-1, BLOCK)
     for first in range(0, BLOCKS, HELD // 4):
@@ -36,7 +36,7 @@ def filled(path: Path, threads: int):
 
 
 def measure(folder: Path, threads: int) -> dict[str, float]:
-    """Microseconds for a block that is read: "load" and "loop", medians; blocks that a load reads and writes."""
+    """Returns median microseconds per block read, "load" and "loop", and the blocks that a load reads and writes."""
     path = folder / "blocks"
     file, memory, rng = filled(path, threads), np.ones(HELD * BLOCK, np.uint8), np.random.default_rng(1)
     found: dict[str, list[float]] = {"load": [], "loop": [], "read": [], "written": []}

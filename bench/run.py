@@ -1,10 +1,10 @@
-"""Time ops on the CPU against torch, FBGEMM and a bare loop, print a table and save the results.
+"""Times ops on the CPU against torch, FBGEMM and a bare loop, prints a table and saves the results.
 
     python -m bench.run --op embedding_bag --quick --threads 1
     python -m bench.run --op embedding_bag --workload 8,2048,1000000,64,20,1.05 --case forward
     python -m bench.run --op embedding_bag --workload criteo-kaggle --workload mlperf-dcnv2
 
-The table has the time of each implementation, its bytes, GB/s, the share of the measured limit, and its time over ours.
+The table has each implementation's time, bytes, GB/s, share of the measured limit, and ratio to our time.
 docs/benchmarks.md describes columns and JSON file, and how to compare two commits.
 """
 
@@ -27,9 +27,9 @@ from bench.script import machine, positive
 from bench.shapes import WORKLOADS
 from bench.workloads import NAMED, OPS, workload
 
-#: Benchmarks: an op, or ops in one use of theirs.
+#: Benchmarks: an op, or ops in a typical use.
 BENCHED = sorted(p.stem.removeprefix("bench_") for p in (ROOT / "bench").glob("bench_*.py"))
-#: Figures that a benchmark gives beside a call's time; that of the first pass is kept.
+#: Additional figures of a benchmark; the first pass's are kept.
 EXTRAS = ("distinct_bytes", "features", "hit_rate")
 QUICK_ROUNDS = 5
 
@@ -38,32 +38,47 @@ def _contents() -> str:
     """Lists the values of --op and --workload for --help."""
     docs = {op: ast.get_docstring(ast.parse((ROOT / "bench" / f"bench_{op}.py").read_text())) for op in BENCHED}
     lines = ["ops:", *(f"  {op:<24} {' '.join(doc.partition(chr(10) * 2)[0].split())}" for op, doc in docs.items())]
-    lines += ["", "workloads of embedding bags, those without --workload, and those that have to be named:"]
+    lines += ["", "workloads of embedding bags (the first ones by default, the others only with --workload):"]
     lines += [f"  {w.name:<24} {w.sizes()}" for w in (*WORKLOADS, *NAMED.values())]
     return "\n".join(lines)
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line, or ``given`` instead."""
+    """Parses the command line, or ``given`` instead."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="python -m bench.run", description=__doc__, epilog=_contents(), formatter_class=form
     )
     add = parser.add_argument
-    add("--op", action="append", choices=BENCHED, metavar="OP", help="only this (repeatable; default: all of below)")
+    add(
+        "--op", action="append", choices=BENCHED, metavar="OP", help="run only this op (repeatable; default: all below)"
+    )
     takers = f"{', '.join(OPS[:-1])} and {OPS[-1]}"
-    text = f"in place of an op's own: a name of below, or T,B,E,D,L[,ZIPF] of equal tables (of {takers})"
+    text = f"replaces an op's own workloads: a name below, or T,B,E,D,L[,ZIPF] of equal tables (for {takers})"
     add("--workload", action="append", type=workload, default=[], metavar="WORKLOAD", help=text)
-    add("--case", action="append", default=[], metavar="TEXT", help="only benchmarks whose name has this (repeatable)")
-    text = "only ours and this, as the table names it: torch, fbgemm, limit (repeatable)"
+    add(
+        "--case",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="run only benchmarks whose name contains TEXT (repeatable)",
+    )
+    text = "run only ours and this one, by its name in the table, e.g. torch, fbgemm, limit (repeatable)"
     add("--implementation", action="append", default=[], metavar="NAME", help=text)
-    add("--passes", type=positive, default=8, help="processes one after the other; figures are medians (default: 8)")
-    add("--rounds", type=positive, default=60, help="timed calls of an implementation in a pass (default: 60)")
+    add(
+        "--passes",
+        type=positive,
+        default=8,
+        help="passes, each in a new process; figures are medians over them (default: 8)",
+    )
+    add("--rounds", type=positive, default=60, help="timed calls per implementation and pass (default: 60)")
     add("--threads", type=positive, default=0, help="CPU threads (default: torch's choice)")
     text = f"one pass of {QUICK_ROUNDS} rounds, without the ops' tests; writes no file without --output"
     add("--quick", action="store_true", help=text)
     add("--skip-tests", action="store_true", help="do not run the ops' tests first")
-    text = "JSON file (default: bench/results/<ops or cpu, workloads>-<threads>threads.json, of whole benchmarks)"
+    text = (
+        "JSON file (default: bench/results/<ops or cpu, workloads>-<threads>threads.json; none for partial benchmarks)"
+    )
     add("--output", type=Path, help=text)
     args = parser.parse_args(given)
     if args.workload:
@@ -76,20 +91,20 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def run_tests(ops: list[str]) -> None:
-    """Run the ops' tests; exit if one fails."""
+    """Runs the ops' tests; exits if one fails."""
     tests = [test for op in ops if (ROOT / (test := f"python_tests/test_{op}.py")).exists()]
     if tests and subprocess.run([sys.executable, "-m", "pytest", "-q", *tests], cwd=ROOT).returncode:
-        sys.exit(f"pytest {' '.join(tests)} failed: no figures from kernels that are wrong")
+        sys.exit(f"pytest {' '.join(tests)} failed: wrong kernels are not measured")
 
 
 def one_pass(what: Pass, turn: int) -> dict[str, dict[str, dict]]:
-    """``Pass.measure`` in a new process."""
+    """Runs ``Pass.measure`` in a new process."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(what.measure, turn).result()
 
 
 def merge(passes: list[dict]) -> dict[str, dict[str, dict]]:
-    """Medians over the passes, beside those of each; ratios are taken within a pass, where the machine was the same."""
+    """Merges passes: medians over passes, and each pass's. Ratios are taken within a pass, under equal conditions."""
     merged: dict[str, dict[str, dict]] = {}
     for group, members in passes[0].items():
         merged[group] = {}
@@ -109,7 +124,7 @@ def merge(passes: list[dict]) -> dict[str, dict[str, dict]]:
 
 
 def check_found(args: argparse.Namespace, groups: dict[str, dict[str, dict]]) -> None:
-    """Exit if a pass has no result for a selected option."""
+    """Exits if a pass has no result for a selected option."""
     names = {name for members in groups.values() for name in members}
     if lacking := [text for text in args.case if not any(text in title for title in groups)]:
         sys.exit(f"no benchmark of {', '.join(args.op or BENCHED)} has {' or '.join(lacking)} in its name")
@@ -123,7 +138,7 @@ def main() -> None:
     ops = args.op or BENCHED
     if not args.skip_tests:
         run_tests(ops)
-    # Before the passes: of the files that are measured.
+    # Before the passes: describes the files that are measured.
     about = machine(args.threads) | {"passes": args.passes, "rounds": args.rounds}
     what = Pass(ops, args.workload, args.rounds, args.threads, args.case, args.implementation)
     first = one_pass(what, 0)
@@ -132,7 +147,7 @@ def main() -> None:
     document = {"machine": about, "results": groups}
     print(f"\n{where(document)}\n\n{table(document)}")
     if args.output is None and (args.quick or args.case or args.implementation):
-        return  # bench/results has whole benchmarks
+        return  # bench/results has only complete benchmarks
     name = "-".join([*(args.op or ["cpu"]), *(w.name for w in args.workload)])
     output = args.output or RESULTS / f"{name}-{about['threads']}threads.json"
     save(document, output)

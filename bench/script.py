@@ -1,4 +1,4 @@
-"""Shared parts of measurement scripts: options, and the description of machine and versions in results."""
+"""Common parts of measurement scripts: options, and the description of machine and versions in results."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from rec_kernels.dlrm.devices import cpu_model
 
 
 def positive(text: str) -> int:
-    """Type of command line options that count something."""
+    """Parses a positive integer, as a type of command-line options."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def parser_of(about: str | None, file: str, *, data: bool = False) -> argparse.ArgumentParser:
-    """The parser of a script's options, with ``--output``.
+    """Makes the parser of a script's options, with ``--output``.
 
     Args:
         about: docstring of the script. file: the result's, in bench/results.
@@ -43,7 +43,7 @@ def parser_of(about: str | None, file: str, *, data: bool = False) -> argparse.A
 
 
 def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the options of the command line, and set torch's number of threads."""
+    """Parses the options of the command line and sets torch's number of threads."""
     options = parser.parse_args()
     if getattr(options, "threads", None):
         torch.set_num_threads(options.threads)
@@ -66,7 +66,7 @@ def machine(threads: int = 0) -> dict[str, object]:
 
 
 def write_result(options: argparse.Namespace, settings: Sequence[str], results: Any) -> None:
-    """Write results to ``options.output``, with the machine and the options named in ``settings``."""
+    """Writes results to ``options.output``, with the machine and the options named in ``settings``."""
     given = {name: getattr(options, name) for name in settings}
     save({"environment": machine(), "settings": given, "results": results}, options.output)
     print(f"written to {options.output}")

@@ -18,19 +18,19 @@ BATCHES = 6
 
 @functools.lru_cache(maxsize=32)
 def _zipf_shares(rows: int, exponent: float) -> np.ndarray:
-    """[rows]: how often the first k ranks are drawn, together."""
+    """[rows]: cumulative probability of the first k ranks."""
     shares = np.cumsum(1.0 / np.arange(1, rows + 1) ** exponent)
     return shares / shares[-1]
 
 
 @functools.lru_cache(maxsize=32)
 def places(rows: int, table: int) -> np.ndarray:
-    """[rows]: where in a table each rank is."""
+    """[rows]: the row of each rank in its table."""
     return np.random.default_rng(table).permutation(rows)
 
 
 def zipf_ranks(rows: int, exponent: float, drawn: np.ndarray) -> np.ndarray:
-    """Ranks below ``rows``, of numbers drawn uniformly from [0, 1)."""
+    """Ranks below ``rows`` for uniform random values in [0, 1)."""
     return np.minimum(np.searchsorted(_zipf_shares(rows, exponent), drawn), rows - 1)
 
 
@@ -54,7 +54,7 @@ class Shape(abc.ABC):
     @property
     @abc.abstractmethod
     def table_bags(self) -> tuple[int, ...]:
-        """[T]: L of every table, each bag of which is as long."""
+        """[T]: L of every table, the length of all its bags."""
 
     @abc.abstractmethod
     def ids(self, seed: int) -> Tensor:
@@ -71,7 +71,7 @@ class Shape(abc.ABC):
         return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
 
     def sizes(self) -> str:
-        """The sizes for a person."""
+        """The sizes as text."""
         bags, rows = self.table_bags, sum(self.table_rows)
         length = f"{min(bags)} to {max(bags)}" if len(set(bags)) > 1 else f"{bags[0]}"
         return f"{self.tables} tables x {self.batch} bags x {length} ids, {rows:,} rows in all, D = {self.dim}"
@@ -81,12 +81,12 @@ class Shape(abc.ABC):
         return ids.split([self.batch * bag for bag in self.table_bags])
 
     def linear(self, ids: Tensor) -> Tensor:
-        """The rows of ``ids`` in tables that lie one after the other."""
+        """The linear rows of ``ids`` in consecutive tables."""
         first = itertools.accumulate(self.table_rows, initial=0)
         return torch.cat([of_table + start for of_table, start in zip(self.split(ids), first, strict=False)])
 
     def runs(self, out: Tensor) -> list[tuple[int, slice, Tensor]]:
-        """Tables one after the other whose bags are as long: L, where their ids are, and their columns of a lookup.
+        """Consecutive tables with equal L: L, the range of their ids, and their columns of a lookup.
 
         Args:
             out: the lookup [B, T * D]. Its views are [tables, B, D].
@@ -101,7 +101,7 @@ class Shape(abc.ABC):
         return found
 
     def forward_bytes(self, row_bytes: int | None = None, rows: float | None = None) -> float:
-        """Rows read + ids + pooled output written.
+        """Bytes of rows read, ids, and pooled output written.
 
         Args:
             row_bytes: of a row; by default float32.
@@ -113,7 +113,7 @@ class Shape(abc.ABC):
     def backward_bytes(
         self, unique_rows: float, row_bytes: int | None = None, state_bytes: int = 4, gradient_rows: int | None = None
     ) -> float:
-        """Gradient rows read + touched rows and ``state_bytes`` each read and written + ids.
+        """Bytes of gradient rows read, touched rows with ``state_bytes`` each read and written, and ids.
 
         Args:
             unique_rows: touched rows.

@@ -1,4 +1,4 @@
-"""Small calls, where Python and autograd take longer than the kernels: microseconds beside torch and FBGEMM.
+"""Small calls, where Python and autograd take longer than the kernels: microseconds, with torch's and FBGEMM's.
 
 ``python -m bench.small_calls``: one thread; the implementations of a case take turns. It writes the median of all
 calls, and the ratio to torch's. "no grad": no argument requires a gradient, but grad mode is enabled, as in inference
@@ -26,7 +26,7 @@ Case = dict[str, Callable[[int], object]]
 
 
 def scale_rows(requires_grad: bool) -> Case:
-    """The op of two arguments, beside a multiplication of torch's with the same numbers."""
+    """Times scale_rows and a torch multiplication of the same values."""
     x, scale = torch.randn(8, 16, requires_grad=requires_grad), torch.randn(8)
     column = scale[:, None]
     return {"ours": lambda _: rk.scale_rows(x, scale), "torch": lambda _: torch.mul(x, column)}
@@ -58,7 +58,7 @@ def lookups(gradients: bool) -> Case:
 
 
 def steps() -> Case:
-    """The case's lookup with its backward and the update of the rows."""
+    """Times the case's lookup with its backward and the update of the rows."""
     ids, grad = TABLES.ids(0), torch.randn(1, TABLES.tables * TABLES.dim)
     made = {name: peer(TABLES) for name, peer in peers().items()}
     return {name: lambda _, train=each.train: train(ids, grad) for name, each in made.items()}

@@ -42,7 +42,7 @@ STARTS, FREQUENCY = 0.5, 2000  # seconds until perf samples; samples a second
 
 
 def part_of(library: str, function: str) -> str:
-    """The part of a step that a sample in a function of a library belongs to."""
+    """Returns the part of a step to which a sample in a library's function belongs."""
     if library != LIBRARY:
         return OUTSIDE
     own = re.sub(r"<.*|\(anonymous namespace\)", "", function)  # of what, not whose: template arguments say others
@@ -50,7 +50,7 @@ def part_of(library: str, function: str) -> str:
 
 
 def shares(report: str) -> dict[str, float]:
-    """Part -> share of the samples, of lines "percent;library;function" of `perf report`."""
+    """Part -> share of the samples, from lines "percent;library;function" of `perf report`."""
     found = dict.fromkeys([*PARTS, OUTSIDE], 0.0)
     for line in report.splitlines():
         if line.strip() and not line.startswith("#"):
@@ -61,7 +61,7 @@ def shares(report: str) -> dict[str, float]:
 
 
 def sampled(step: Callable[[int], object], seconds: float) -> dict[str, float]:
-    """Part -> share of the time of steps that go on for some seconds."""
+    """Samples steps for some seconds; returns part -> share of the time."""
     with tempfile.TemporaryDirectory() as folder:
         data = str(Path(folder) / "perf.data")
         record = ["perf", "record", "--quiet", f"--freq={FREQUENCY}", f"--pid={os.getpid()}", f"--output={data}"]
@@ -80,7 +80,7 @@ def sampled(step: Callable[[int], object], seconds: float) -> dict[str, float]:
 
 
 def measure(name: str, turns: int, seconds: float) -> dict[str, object]:
-    """Milliseconds of a step and of the bare loop's, in turns, and the shares of the step's parts."""
+    """Returns milliseconds of a step and of the bare loop, measured in turns, and the shares of the step's parts."""
     subject = Lookups(NAMED[name])
     steps = {who: subject.call("train", who) for who in ("ours", "limit")}
     times = take_turns(steps, BATCHES, turns=turns, seconds=seconds)
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=where, help="default: bench/results/step_parts.json")
     args = parser.parse_args()
     if shutil.which("perf") is None:
-        parser.error("there is no perf: Debian's package is linux-perf")
+        parser.error("perf is not installed: Debian's package is linux-perf")
     torch.set_num_threads(1)
     about, results = machine(1), {}
     for name in args.workload or NAMED:

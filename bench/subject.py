@@ -16,7 +16,7 @@ DIRECTIONS = ("forward", "train")
 
 
 class Subject:
-    """A workload and its batches. Benchmarks derive from it and define how implementations are made."""
+    """A workload and its batches. Benchmarks subclass it and define how implementations are made."""
 
     def __init__(self, workload: Shape, batches: int = BATCHES) -> None:
         self.workload = workload
@@ -35,17 +35,17 @@ class Subject:
         return self._built[name]
 
     def call(self, direction: str, name: str) -> Call:
-        """A function of a batch index that looks the batch up ("forward") or also trains on it ("train")."""
+        """Returns a function of a batch index that looks up the batch ("forward") or also trains on it ("train")."""
         return self.calls(direction, self.built(name), self.batches)
 
     def calls(self, direction: str, tables, batches: Sequence[torch.Tensor]) -> Call:
-        """The function ``call`` of some tables and batches."""
+        """Returns the function ``call`` for given tables and batches."""
         if direction == "forward":
             return lambda i: tables.forward(batches[i])
         return lambda i: tables.train(batches[i], self.grad)
 
     def cases(self, names: Sequence[str], directions: Sequence[str] = DIRECTIONS) -> Iterator[Case]:
-        """A case for each direction; torch's steps are slow."""
+        """Yields a case for each direction; torch's steps have fewer rounds because they are slow."""
         for direction in directions:
             yield Case(
                 f"{direction} {self.workload.name}",
@@ -86,7 +86,7 @@ class Subject:
         return moved + w.backward_bytes(unique, row_bytes, gradient_rows=w.tables * w.batch if distinct else None)
 
     def features(self, row_bytes: int | None = None) -> dict[str, float]:
-        """Sizes of a call, which the cost model predicts from (``Load`` of bench/tuning/model.py).
+        """Sizes of a call, the input of the cost model (``Load`` of bench/tuning/model.py).
 
         Args:
             row_bytes: a float32 row's by default.
@@ -97,14 +97,14 @@ class Subject:
         return sizes | {"row_bytes": row_bytes or 4 * w.dim} | rows
 
     def note(self, direction: str, name: str, row_bytes: int | None = None) -> dict[str, object]:
-        """Fields of the JSON file besides the time: distinct bytes; of ours the features, too."""
+        """Additional fields of the JSON file: distinct bytes and, for ours, the features."""
         said: dict[str, object] = {"distinct_bytes": self.moved(direction, row_bytes, distinct=True)}
         if name == "ours":
             said["features"] = {"direction": direction} | self.features(row_bytes)
         return said
 
     def drop(self, keep: Callable[[object], bool] = lambda _: False) -> None:
-        """Gives back the memory of what was built under keys that ``keep`` does not want."""
+        """Frees implementations built under keys for which ``keep`` is false."""
         for key in [key for key in self._built if not keep(key)]:
             del self._built[key]
         gc.collect()

@@ -15,7 +15,7 @@ from bench.timing import WARMUP_CALLS
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test for each implementation of each case; inputs of all chosen cases are in memory together."""
+    """Makes a test for each implementation of each case; the inputs of all selected cases are in memory at once."""
     chosen = {name: metafunc.config.getoption(f"--{name}") for name in ("op", "case", "implementation")}
     if not chosen["op"]:
         raise pytest.UsageError("--op must be given: python -m bench.run --help lists the ops")
@@ -25,7 +25,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_case(benchmark, case: Case, name: str, request: pytest.FixtureRequest) -> None:
-    """Calls with the inputs in turn."""
+    """Benchmarks one implementation, cycling through the inputs."""
     call, numbers = case.call(name), itertools.cycle(range(case.inputs))
     benchmark.group = case.title
 

@@ -15,14 +15,14 @@ Call = Callable[[int], object]
 
 
 def turned(names: Iterable[str], turn: int) -> list[str]:
-    """``names``, beginning with another one in every turn: whoever goes first meets a machine that is not awake yet."""
+    """Returns ``names`` rotated by the turn, since the first implementation finds the machine still idle."""
     names = list(names)
     first = turn % len(names)
     return names[first:] + names[:first]
 
 
 def timed(function: Call, number: int) -> float:
-    """Seconds of a call, whose result is dropped at once.
+    """Returns the seconds of a call; drops its result at once.
 
     glibc would find no freed memory that fits if it were kept during the next call: every page of the next result would
     cost a page fault, which is no matter of the kernels (0.3 ms for 2 MB).
@@ -33,7 +33,7 @@ def timed(function: Call, number: int) -> float:
 
 
 def time_calls(function: Call, inputs: int, rounds: int) -> list[float]:
-    """Seconds of ``rounds`` calls of ``function``, with input indices 0 .. inputs - 1 in turn, after a warm-up."""
+    """Returns seconds of ``rounds`` calls of ``function``, cycling through inputs 0 .. inputs - 1, after a warm-up."""
     numbers, calls, end = itertools.cycle(range(inputs)), 0, time.perf_counter() + WARMUP_SECONDS
     while calls < WARMUP_CALLS or time.perf_counter() < end:
         function(next(numbers))
@@ -44,7 +44,7 @@ def time_calls(function: Call, inputs: int, rounds: int) -> list[float]:
 def take_turns(
     functions: dict[str, Call], inputs: int, *, turns: int, seconds: float, first: int = 0
 ) -> dict[str, list[float]]:
-    """Seconds of the calls of several functions of the numbers 0 .. inputs - 1, measured within one another's reach.
+    """Returns seconds of the calls of several functions of input indices 0 .. inputs - 1, which take turns.
 
     Args:
         functions: name -> function; each goes through the inputs in turn.

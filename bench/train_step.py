@@ -33,7 +33,7 @@ PARTS = ("batch", "forward", "backward", "optimizer")
 
 
 class Stepper:
-    """One implementation, its optimizers, and what it makes of a batch."""
+    """One implementation, its optimizers, and its conversion of batches."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Stepper:
         self.optimizers = [dense_optimizer] + ([table_optimizer] if table_optimizer else [])
 
     def step(self, index: int) -> list[float]:
-        """Train on batch ``index``; returns the seconds of each of ``PARTS``."""
+        """Trains on batch ``index``; returns the seconds of each of ``PARTS``."""
         ticks = [time.perf_counter()]
         batch = self.read(next(self.data.batches("train", self.batch_size, index)))
         ticks.append(time.perf_counter())
@@ -66,7 +66,7 @@ class Stepper:
 
 
 def steppers(batch_size: int, embedding_dim: int, weeks: int | None, data_dir: str | None) -> dict[str, Stepper]:
-    """The three implementations, from the same initial weights."""
+    """Makes the three implementations with the same initial weights."""
     data = load_completejourney(weeks, data_dir, progress=True)
     ours, recipe, tuned = (
         model(data.features, data.num_dense, embedding_dim=embedding_dim) for model in (DLRM, RecipeDLRM, TunedDLRM)
@@ -80,7 +80,7 @@ def steppers(batch_size: int, embedding_dim: int, weeks: int | None, data_dir: s
 
 
 def measure(implementations: dict[str, Stepper], rounds: int, steps: int) -> dict[str, list[list[float]]]:
-    """Median milliseconds of each part per round, after one warm-up round that is not returned."""
+    """Returns median milliseconds of each part per round, after an unreported warm-up round."""
     timings = {name: [] for name in implementations}
     for number in tqdm(range(rounds + 1), desc="rounds"):
         for name, stepper in implementations.items():
@@ -92,7 +92,7 @@ def measure(implementations: dict[str, Stepper], rounds: int, steps: int) -> dic
 
 
 def summarise(timings: dict[str, list[list[float]]], batch_size: int) -> dict[str, dict]:
-    """Median over rounds of each part, of the step, and of its ratio to ours within the round."""
+    """Returns medians over rounds of each part, of the step, and of its ratio to ours within the round."""
     step = {name: [sum(parts) for parts in rounds] for name, rounds in timings.items()}
     summary = {}
     for name, rounds in timings.items():

@@ -60,7 +60,7 @@ class MultiHot(Shape):
 
     @property
     def cardinalities(self) -> tuple[int, ...]:
-        """[T]: how many different ids each table is asked for."""
+        """[T]: the number of distinct ids of each table."""
         return tuple(n if n <= ROW_MULTIPLE else max(ROW_MULTIPLE, n // self.scale) for n in self.num_embeddings)
 
     @property
@@ -79,7 +79,7 @@ class MultiHot(Shape):
 
 
 def _mixed(numbers: np.ndarray, seed: int) -> np.ndarray:
-    """uint64: SplitMix64's numbers at these places of its stream (Steele, Lea, Flood 2014)."""
+    """SplitMix64's outputs, uint64, at these positions of its stream (Steele, Lea, Flood 2014)."""
     x = (numbers.astype(np.uint64) + np.uint64(seed << 40)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -88,7 +88,7 @@ def _mixed(numbers: np.ndarray, seed: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Reused(Workload):
-    """Ids that a batch names as often as those of a published histogram (bench/reuse.py): synthetic."""
+    """Synthetic ids with the reuse of a published histogram (bench/reuse.py)."""
 
     reuse: tuple[tuple[float, float], ...] = ()
 
@@ -116,7 +116,7 @@ OPS = ("embedding_bag", "embedding_bag_formats", "embedding_bag_optimizers")
 
 
 def workload(text: str) -> Shape:
-    """A named workload, or T,B,E,D,L[,ZIPF]: so many tables, bags, rows, columns, ids of a bag; the exponent.
+    """Parses a named workload, or T,B,E,D,L[,ZIPF]: tables, bags, rows, columns, ids per bag, and the Zipf exponent.
 
     Raises:
         argparse.ArgumentTypeError: it is neither, or FBGEMM has no tables of D columns.

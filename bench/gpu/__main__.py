@@ -1,9 +1,9 @@
-"""Measures the CUDA kernels beside Triton's, torch and FBGEMM: time, bytes, and the share of a plain copy's rate.
+"""Measures the CUDA kernels against Triton's, torch and FBGEMM: time, bytes, and the share of a plain copy's rate.
 
-Every shape is checked before it is timed. Times are medians of single calls between CUDA events, the L2 cache
-emptied before each; calls below two milliseconds are also timed as replays of a CUDA graph, which leave out what
-launching costs. A case that fails is recorded with its message. The JSON file is whole after every case. Another
-process goes on behind a case that hangs or leaves the context on the GPU broken.
+Every shape is checked before it is timed. Times are medians of single calls between CUDA events, with an emptied L2
+cache; calls below two milliseconds are also timed as replays of a CUDA graph, without the cost of launches. A case that
+fails is recorded with its message. The JSON file is complete after every case. If a case hangs or corrupts the GPU's
+context, another process continues after it.
 """
 
 from __future__ import annotations
@@ -34,29 +34,31 @@ COPY_BYTES, TRIAL_COPY_BYTES = 2**31, 2**16
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions: less than 4 minutes instead of 9")
     parser.add_argument("--case", action="append", help="only cases whose name contains this (repeatable)")
-    parser.add_argument("--list", action="store_true", help="print the names of the cases and end")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="print and draw what a JSON file holds, and end")
-    parser.add_argument("--limit", type=float, help="seconds after which nothing more is started (510; --quick: 225)")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases and exit")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print and draw the results in a JSON file, and exit")
+    parser.add_argument(
+        "--limit", type=float, help="seconds after which no more cases start (default: 510; with --quick: 225)"
+    )
     parser.add_argument("--output", type=Path, help="JSON file (default: bench/results/gpu-<name>.json)")
-    parser.add_argument("--commit", help="the commit to record, where the files are no git repository")
+    parser.add_argument("--commit", help="commit to record if the files are not a git repository")
     parser.add_argument(
         "--device",
         choices=["cuda", "cpu"],
         default="cuda",
-        help="cpu: a trial of this program with tiny cases; its figures mean nothing, and --output must say where to",
+        help="cpu: a trial of this program with tiny cases and meaningless figures; requires --output",
     )
     args = parser.parse_args()
-    args.begun = time.monotonic()  # of all processes together, whose clock it is
+    args.begun = time.monotonic()  # the clock is common to all processes of this run
     if args.show is not None:
         return args
     if args.device == "cpu" and args.output is None:
-        parser.error("--device cpu needs --output: its figures are no results")
+        parser.error("--device cpu needs --output, because its figures are not results")
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch sees no CUDA device; --device cpu tries the program without one")
+        parser.error("torch sees no CUDA device; --device cpu runs the program without one")
     return args
 
 
@@ -67,13 +69,13 @@ def chosen_cases(args: argparse.Namespace, found: dict[str, object], memory: int
 
 
 def effort_of(args: argparse.Namespace) -> Effort:
-    """Effort to measure with, from the command line."""
+    """Returns the effort that the command line specifies."""
     *calls, limit = TRIAL if args.device == "cpu" else QUICK if args.quick else FULL
     return Effort(*calls, limit_s=limit if args.limit is None else args.limit, start=args.begun)
 
 
 def run(args: argparse.Namespace, device: torch.device, timer: Timer, chosen: list[Case], found: dict) -> None:
-    """Measures case after case; ``found`` is saved before and after each. Ends the process if the GPU is lost to it."""
+    """Measures case after case; saves ``found`` before and after each. Ends the process if its GPU context is lost."""
     effort = effort_of(args)
     copied = functools.partial(copy_gb_per_s, timer, device, COPY_BYTES if device.type == "cuda" else TRIAL_COPY_BYTES)
     if "copy_gb_per_s" not in found:
@@ -109,7 +111,7 @@ def show(found: dict, output: Path) -> None:
 
 
 def wrong_results(found: dict) -> list[str]:
-    """Cases and operations in which our own kernels did not pass their check."""
+    """Lists cases and operations in which our kernels failed their check."""
     rows = [(case["name"], row) for case in found["cases"] for row in case["results"]]
     return [
         f"{name}, {report.label(row)}"
@@ -119,7 +121,7 @@ def wrong_results(found: dict) -> list[str]:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Measures the cases that the file of an earlier process of this run lacks."""
+    """Measures the cases that are missing from the file of an earlier process of this run."""
     os.environ.setdefault(report.CUBLAS, report.CUBLAS_WORKSPACE)
     device = torch.device(args.device)
     implementations, left_out = available(device)
@@ -135,7 +137,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def memory_of(args: argparse.Namespace) -> int:
-    """Bytes of the GPU; 0 of a trial."""
+    """Bytes of GPU memory; 0 in a trial."""
     return torch.cuda.get_device_properties(args.device).total_memory if args.device == "cuda" else 0
 
 

@@ -1,4 +1,4 @@
-"""Measures in processes of their own: a kernel that hangs, or breaks the GPU's context, costs its case alone."""
+"""Measures in separate processes: a kernel that hangs or corrupts the GPU's context loses only its case."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOST = "not measured: "
 
 
 def measure_apart(measure: Callable[[argparse.Namespace], None], args: argparse.Namespace, case_seconds: float) -> int:
-    """Calls ``measure(args)`` in one process after the other until one has come to its end.
+    """Calls ``measure(args)`` in successive processes until one completes.
 
     Args:
         measure: a function of a module. It measures the cases that the file ``args.output`` lacks, has the one that it
@@ -51,7 +51,7 @@ def measure_apart(measure: Callable[[argparse.Namespace], None], args: argparse.
 
 
 def _wait(process: BaseProcess, output: Path, seconds: float) -> bool:
-    """True once the process has ended; False when its file has not changed for so many seconds."""
+    """Returns True once the process has ended, False when its file has not changed for this many seconds."""
     seen, since = None, time.monotonic()
     while process.is_alive():
         process.join(0.2)

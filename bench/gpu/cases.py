@@ -19,7 +19,7 @@ OPERATIONS = {ADAGRAD: ("forward", "backward", "step"), SGD: ("backward", "step"
 
 @dataclass(frozen=True)
 class GpuWorkload(Workload):
-    """A workload that others have published figures of, or that is like theirs.
+    """A workload with published figures of others, or one like it.
 
     Attributes:
         power: exponent of a power law on [1, E + 1), whose whole parts are the ranks of ids; None: as ``zipf`` says.
@@ -43,7 +43,7 @@ def is_weighted(w: Workload) -> bool:
 
 
 def shares(w: Workload, device: torch.device | str = "cpu") -> Tensor | None:
-    """[E] float64: how often the first k + 1 ranks of a table are drawn, together; None: ids are uniform."""
+    """[E] float64: cumulative probability of the first k + 1 ranks of a table; None: ids are uniform."""
     ranks = torch.arange(1, w.rows + 1, dtype=torch.float64, device=device)
     if isinstance(w, GpuWorkload) and w.power is not None:
         flat = 1 - w.power  # the law's integral is x^flat / flat
@@ -63,7 +63,7 @@ PLACE = 2_654_435_761
 
 
 def _both(tables: int, batch: int, rows: int, dim: int, bag: int) -> list[Workload]:
-    """The workload with uniform ids and with Zipf ids, named by its sizes; ``rows`` is a power of ten."""
+    """Returns the workload with uniform and with Zipf ids, named by its sizes; ``rows`` is a power of ten."""
     name = f"t{tables}-b{batch}-e1e{round(math.log10(rows))}-d{dim}"
     sizes = (tables, batch, rows, dim, bag)
     return [Workload(f"{name}-uniform", *sizes), Workload(f"{name}-zipf", *sizes, zipf=ZIPF)]
@@ -100,7 +100,7 @@ PUBLISHED = [
 
 
 def workloads(memory: int) -> list[Workload]:
-    """All workloads for a device with so many bytes of memory, what matters most first.
+    """All workloads for a device with this much memory in bytes, the most important first.
 
     FBGEMM's default benchmark (32 tables x 512 bags x 20 ids, D = 128, E = 1e5) and larger tables; shapes that others
     have published figures of; larger batches with every width; and Criteo's shape: 26 features of one id.
@@ -144,7 +144,7 @@ TRIAL_ENCODED = Workload("trial", 2, 3, 20, 16, 2)
 
 
 class _Ranks:
-    """Draws ranks in [0, E), as often as ``shares`` says, or all equally likely."""
+    """Draws ranks in [0, E) with the distribution ``shares``, or uniformly."""
 
     def __init__(self, w: Workload, generator: torch.Generator) -> None:
         self._rows, self._generator, self._upper = w.rows, generator, shares(w, generator.device)
@@ -155,7 +155,7 @@ class _Ranks:
         return self._upper is not None
 
     def __call__(self, *shape: int) -> Tensor:
-        """Int64 ranks of that shape."""
+        """Draws int64 ranks of this shape."""
         device = self._generator.device
         if self._upper is None:
             return torch.randint(self._rows, shape, generator=self._generator, device=device)
@@ -164,7 +164,7 @@ class _Ranks:
 
 
 def _distinct(ranks: _Ranks, tables: int, batch: int, bag: int, generator: torch.Generator) -> Tensor:
-    """[T, B, L] ranks, no two of a bag the same: drawn again until they differ, then in random order."""
+    """Draws ranks [T, B, L] that are distinct within a bag: redraws repeated ones, then shuffles."""
     found = ranks(tables, batch, bag)
     while True:
         found = found.sort(dim=-1).values
@@ -200,7 +200,7 @@ def batches_of_ids(w: Workload, device: torch.device, count: int = BATCHES) -> l
 
 
 def unique_rows(w: Workload, batches: list[Tensor]) -> float:
-    """Distinct rows that a batch looks up, all tables together, on average over the batches."""
+    """Mean over the batches of the distinct rows that a batch looks up in all tables."""
     counts = [sum(len(ids.unique()) for ids in batch.view(w.tables, -1)) for batch in batches]
     return sum(counts) / len(counts)
 
@@ -210,7 +210,7 @@ STATE_BYTES = {SGD: lambda dim: 0, ADAGRAD: lambda dim: 4, ADAM: lambda dim: 8 *
 
 
 def bytes_moved(w: Workload, operation: str, optimizer: str, unique: float, format: str = "fp32") -> dict[str, float]:
-    """Bytes that an operation has to move, by two counts.
+    """Bytes that an operation must move, by two counts.
 
     "all" counts a row for every id that names it, as if nothing were found in a cache. "unique" counts every row once:
     what has to go through the memory even with a perfect cache. By either count, a forward reads the rows, the ids

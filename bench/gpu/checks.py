@@ -1,4 +1,4 @@
-"""No figure from a wrong kernel: outputs against torch, updates against one computed by torch in float64."""
+"""Rejects figures of wrong kernels: compares outputs with torch's, and updates with torch's in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNIT = torch.finfo(torch.float32).eps / 2
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """New memory starts as NaN: what a kernel forgets to write is not what a right kernel left there before."""
+    """Fills new memory with NaN, so that unwritten outputs do not contain a correct kernel's earlier results."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -31,7 +31,7 @@ def poisoned() -> Iterator[None]:
 
 
 def check_forward(data: Tables, implementation: Implementation) -> None:
-    """The output against torch's, table by table.
+    """Compares the output with torch's, table by table.
 
     Raises:
         AssertionError: they differ by more than the rounding of sums of L rows explains, or something is NaN.
@@ -63,7 +63,7 @@ class _Touched(NamedTuple):
 
 
 def check_update(data: Tables, implementation: Implementation, update: Callable[[], None]) -> None:
-    """Every touched row and its state against the update that torch computes in float64 from the same gradient.
+    """Compares every touched row and its state with torch's update in float64 from the same gradient.
 
     Raises:
         AssertionError: a row or its state differs by more than rounding in FP32 explains, or is NaN.
@@ -91,7 +91,7 @@ def check_update(data: Tables, implementation: Implementation, update: Callable[
 
 
 def _rounding(before: _Touched) -> Tensor:
-    """[U, 1] float64: the share of its terms' magnitudes that a row's sum in FP32 is off by at most.
+    """[U, 1] float64: bound of the FP32 rounding error of a row's sum, relative to the sum of its terms' magnitudes.
 
     In any order of the additions, of rounded products (``rounding_bound``), and with a few operations beside them.
     """
@@ -100,7 +100,7 @@ def _rounding(before: _Touched) -> Tensor:
 
 
 def _sum_gradients(before: _Touched, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """[U, D] each, float64: the gradients of the rows, and how far off their sums in FP32 may be."""
+    """Returns the rows' gradients and the error bounds of their FP32 sums, [U, D] float64 each."""
     terms = grad.double().repeat_interleave(len(before.row_of) // len(grad), 0)
     if before.factors is not None:
         terms *= before.factors.double()[:, None]
@@ -112,7 +112,7 @@ def _sum_gradients(before: _Touched, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_adam(where: str, before: _Touched, rows: Tensor, moments: tuple[Tensor, Tensor], grad: Tensor) -> None:
-    """The first step of Adam, whose direction is g / (|g| + eps): a sign, but where g is nearly nothing."""
+    """Checks Adam's first step, whose direction g / (|g| + eps) is a sign unless g is close to 0."""
     g, error = _sum_gradients(before, grad)
     inexact = rounding_bound(16)
     for name, found, expected, off in (

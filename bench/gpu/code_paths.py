@@ -1,4 +1,4 @@
-"""Counts the instructions of one warp on the shortest path through a kernel's machine code, for the model of time."""
+"""Counts a warp's instructions on the shortest path through a kernel's machine code, for the time model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KERNELS = r"(pool\w*|finish|sum_chunks)_kernel<"
 
 @dataclass(frozen=True)
 class Paths:
-    """Instruction counts of one kernel. Its loop asks for several rows, then uses them; a round is one iteration."""
+    """Instruction counts of one kernel. Its loop loads several rows, then uses them; a round is one iteration."""
 
     registers: int
     blocks: int  # of 256 threads that a multiprocessor holds
@@ -30,7 +30,7 @@ class Paths:
 
 
 def successors(code: Sequence[Instruction]) -> list[list[int]]:
-    """Possible next instructions of each instruction, as numbers in ``code``. Calls are taken to return at once."""
+    """Possible successors of each instruction, as indices into ``code``. Calls are assumed to return at once."""
     place = {i.address: number for number, i in enumerate(code)}
     barriers: dict[str, int] = {}
     found = []
@@ -52,7 +52,7 @@ def successors(code: Sequence[Instruction]) -> list[list[int]]:
 
 
 def distances(following: Sequence[Sequence[int]], start: int) -> dict[int, int]:
-    """Instructions from one to every other that can be reached."""
+    """Number of instructions from one to every other reachable one."""
     found, queue = {start: 0}, [(0, start)]
     while queue:
         far, number = heapq.heappop(queue)
@@ -66,7 +66,7 @@ def distances(following: Sequence[Sequence[int]], start: int) -> dict[int, int]:
 
 
 def row_loop(code: Sequence[Instruction], stores: bool = False) -> list[Instruction] | None:
-    """The shortest loop that passes the places of rows from lane to lane, and loads: that of aligned rows.
+    """The shortest loop that shuffles row addresses between lanes and loads: the loop over aligned rows.
 
     Args:
         code: of a kernel.
@@ -82,14 +82,14 @@ def row_loop(code: Sequence[Instruction], stores: bool = False) -> list[Instruct
 
 
 def round_with_stores(body: Sequence[Instruction], following: Sequence[Sequence[int]], start: int) -> int:
-    """Instructions of the shortest way through a loop that passes the last 16-byte store outside the loops in it."""
+    """Instructions on the shortest path through a loop that passes the last 16-byte store outside its inner loops."""
     inner = {i.address for loop in machine_code.loops(body) if len(loop) < len(body) for i in loop}
     last = max(n for n, i in enumerate(body) if re.match(r"STG\S*\.128", i.opcode) and i.address not in inner)
     return distances(following, start)[start + last] + distances(following, start + last)[start + len(body) - 1] + 1
 
 
 def look_ahead(code: Sequence[Instruction], following: Sequence[Sequence[int]], start: int) -> int:
-    """Instructions by which the way from the first one to number ``start`` is longer past the first integer division.
+    """Additional instructions of the path from the first one to ``start`` that passes the first integer division.
 
     An entry finds its feature with it.
     """
@@ -100,7 +100,7 @@ def look_ahead(code: Sequence[Instruction], following: Sequence[Sequence[int]], 
 
 
 def paths_of(name: str, registers: int, shared: int, code: Sequence[Instruction]) -> Paths | None:
-    """The paths of one kernel; None: it has no such loop."""
+    """The paths of one kernel; None if it has no such loop."""
     several = name.startswith("pool_short")  # bags are stored where their last row is added
     body = row_loop(code, stores=several)
     if body is None:
@@ -129,7 +129,7 @@ def paths_of(name: str, registers: int, shared: int, code: Sequence[Instruction]
 
 
 def read_file(library: str) -> dict[str, Paths]:
-    """Kernel -> paths, of one library or object file."""
+    """Returns kernel -> paths for one library or object file."""
     usage = dict(re.findall(r"Function (\S+):\s+(REG:.*)", machine_code.dump("-res-usage", library)))
     parts = re.split(r"\n[ \t]*Function : (\S+)\n", machine_code.dump("-sass", library))
     found = {}
@@ -146,7 +146,7 @@ def read_file(library: str) -> dict[str, Paths]:
 
 
 def read(libraries: Sequence[str] = ()) -> dict[str, Paths] | None:
-    """Kernel -> paths, of all of these (default: the package's library); None where one cannot be read."""
+    """Returns kernel -> paths for these files (default: the package's library); None if one cannot be read."""
     libraries = libraries or [str(rk.build_info()["cuda_library"] or "")]
     if any(machine_code.missing(library or None) is not None for library in libraries):
         return None

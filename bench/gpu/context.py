@@ -1,4 +1,4 @@
-"""Asks whether the GPU still answers this process; a plugin of pytest may do so before torch is imported."""
+"""Checks whether the GPU context still works, for pytest plugins that run before torch is imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BROKEN = 86
 
 
 def context_works() -> bool:
-    """False after an illegal access on the GPU, which makes every later CUDA call of the process fail."""
+    """Returns False after an illegal access on the GPU, after which every CUDA call of the process fails."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return True

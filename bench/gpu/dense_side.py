@@ -1,4 +1,4 @@
-"""dot_interaction and factorization_machine beside torch's recipes, in float32 and in bfloat16."""
+"""dot_interaction and factorization_machine compared with torch's recipes, in float32 and bfloat16."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FUNCTIONS: dict[str, dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
 
 
 class DenseSide(GradientCase):
-    """One of the ops. Everything is read or written once: the two counts of bytes are the same.
+    """One of the ops. Everything is read or written once, so both byte counts are equal.
 
     Args:
         op: "dot_interaction" or "factorization_machine".

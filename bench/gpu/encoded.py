@@ -36,7 +36,7 @@ class EncodedLookup:
         }
 
     def about(self) -> dict[str, object]:
-        """T, B, E, D, L, the format, and how many distinct rows a batch names once that is known."""
+        """T, B, E, D, L, the format, and the number of distinct rows of a batch once it is known."""
         return self._about
 
     def subjects(self, device: torch.device) -> Iterator[Subject]:

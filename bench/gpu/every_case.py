@@ -13,7 +13,7 @@ from bench.gpu.subjects import Case, EmbeddingBag, GroupedProjection, ScaleRows
 
 
 def every_case(found: dict[str, object], memory: int, trial: bool = False) -> list[Case]:
-    """All cases in the order in which they are measured; implementations take turns at going first.
+    """All cases in the order of measurement; implementations take turns going first.
 
     Args:
         found: the implementations by name, as ``implementations.available`` gives them.

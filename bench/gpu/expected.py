@@ -59,7 +59,7 @@ TARGETS = {SGD: "UpdateTarget", ADAGRAD: "UpdateTarget", ADAM: "ElementwiseTarge
 
 @dataclass(frozen=True)
 class Reuse:
-    """Rows of a batch, all tables together.
+    """Statistics of the rows of a batch, over all tables.
 
     Attributes:
         unique: distinct rows.
@@ -76,7 +76,7 @@ class Reuse:
 
 @functools.cache
 def reuse_of(w: Workload) -> Reuse:
-    """The expected numbers, as if ids could be twice in a bag."""
+    """Expected values, as if a bag could repeat ids."""
     drawn, upper = w.batch * w.bag, shares(w)
     if upper is None:
         return Reuse(-w.tables * w.rows * math.expm1(drawn * math.log1p(-1 / w.rows)), False)
@@ -88,7 +88,7 @@ def reuse_of(w: Workload) -> Reuse:
 
 
 def widths(dim: int) -> tuple[int, int]:
-    """Lanes that take a row, and blocks of four columns that each keeps: with_widths of csrc/core/cuda/group.cuh."""
+    """Lanes per row, and blocks of four columns per lane: with_widths of csrc/core/cuda/group.cuh."""
     lanes = 4
     while lanes < WARP and 4 * lanes < dim:
         lanes *= 2
@@ -97,7 +97,7 @@ def widths(dim: int) -> tuple[int, int]:
 
 
 def update_widths(dim: int, optimizer: str) -> tuple[int, int]:
-    """Lanes and blocks of a row that is updated: with_few_lanes of csrc/core/cuda/group.cuh."""
+    """Lanes and blocks per updated row: with_few_lanes of csrc/core/cuda/group.cuh."""
     most = 2 if optimizer == ADAM else 4  # blocks
     found = ((16, (4, 1)), (32, (4, 2)), (64, (8, 2)), (128, (32 // most, most)), (256, (64 // most, most)))
     return next((those for columns, those in found if dim <= columns), (32, 4))
@@ -111,19 +111,19 @@ def lookup_widths(dim: int, format: str) -> tuple[int, int]:
 
 
 def always_weighted(format: str, blocks: int) -> bool:
-    """True of lookups that have one kernel for bags with weights and without: kAlwaysWeighted of pool_table.cu."""
+    """True for lookups with one kernel for weighted and unweighted bags: kAlwaysWeighted of pool_table.cu."""
     return (blocks == 4 and format != "fp32") or (blocks == 2 and format.startswith("mx"))
 
 
 def bags_together(w: Workload, format: str) -> int:
-    """Number of bags that a group of lanes takes: are_short of csrc/embedding_bag/cuda/pool_table.cu."""
+    """Number of bags per group of lanes: are_short of csrc/embedding_bag/cuda/pool_table.cu."""
     lanes, blocks = widths(w.dim)
     floats = format in ("fp32", "fp16", "bf16") and blocks == 1 and w.dim % 4 == 0
     return SHORT_BAGS if floats and w.bag <= min(lanes // SHORT_BAGS, 2) else 1
 
 
 def pool(w: Workload, reuse: Reuse, kernels: Mapping[str, Paths], format: str = "fp32") -> list[Work]:
-    """A forward: the layout is checked, then a group of lanes takes a bag, or several short ones."""
+    """Work of a forward: checks the layout, then each group of lanes pools one bag or several short ones."""
     lanes, blocks = lookup_widths(w.dim, format)
     weighted, together = is_weighted(w), bags_together(w, format)
     if together > 1:
@@ -154,7 +154,7 @@ def pool(w: Workload, reuse: Reuse, kernels: Mapping[str, Paths], format: str = 
 
 
 def backward(w: Workload, optimizer: str, reuse: Reuse, kernels: Mapping[str, Paths], gpu: Gpu) -> list[Work]:
-    """A fused update: entries, their sort, runs of one row, the sums of long ones, and the rows' update."""
+    """Work of a fused update: entries, their sort, runs of equal rows, sums of long runs, and the update."""
     lanes, blocks = update_widths(w.dim, optimizer)
     short = kernels[f"finish_kernel<{lanes}, {blocks}, {TARGETS[optimizer]}>"]
     ids, row = w.num_ids, 4 * w.dim
@@ -197,7 +197,7 @@ def backward(w: Workload, optimizer: str, reuse: Reuse, kernels: Mapping[str, Pa
 
 
 def long_runs(w: Workload, reuse: Reuse, kernels: Mapping[str, Paths]) -> list[Work]:
-    """The sums of CHUNK entries each of rows that are named more often, and the sums of these of the longest."""
+    """Work for runs longer than CHUNK entries: sums of chunks, and sums of these sums for the longest."""
     lanes, blocks = widths(w.dim)
     code = kernels[f"sum_chunks_kernel<{lanes}, {blocks}>"]
     rounds = CHUNK / code.rows
@@ -220,12 +220,12 @@ FLOPS = {"float32": 25.0, "bfloat16": 200.0}
 def of_bytes(
     name: str, moved: float, kernels: int, fixed_us: float = 0.0, flops: float = 0.0, dtype: str = "float32"
 ) -> list[Work]:
-    """Kernels whose machine code is not read: their bytes, launches and floating-point operations."""
+    """Work of kernels without machine code to read: bytes, launches and floating-point operations."""
     return [Work(name, memory=moved, kernels=kernels, fixed_us=fixed_us, flops=flops, flops_rate=FLOPS[dtype])]
 
 
 def of_dense_side(case: DenseSide) -> dict[str, list[Work]]:
-    """Products of every sample's vectors; a backward has twice as many."""
+    """Work of the products of every sample's vectors; a backward has twice as many."""
     (batch, vectors, columns), about = case.sizes, case.about()
     tile = 1 << vectors.bit_length()  # of vectors, one more of dot_interaction
     flops = 2.0 * batch * columns * (tile * tile if case.op == "dot_interaction" else 2 * tile * 16)
@@ -237,7 +237,7 @@ def of_dense_side(case: DenseSide) -> dict[str, list[Work]]:
 
 
 def of_grouped(case: GroupedProjection) -> dict[str, list[Work]]:
-    """Products with each group's matrix."""
+    """Work of the products with each group's matrix."""
     flops = 2.0 * case.batch * case.out_dim * sum(case.in_dims)
     moved = case.moved()
     return {
@@ -247,12 +247,12 @@ def of_grouped(case: GroupedProjection) -> dict[str, list[Work]]:
 
 
 def of_scaled(case: ScaleRows) -> dict[str, list[Work]]:
-    """One kernel forward; backward, one for each of the two gradients."""
+    """Work of scale_rows: one kernel forward, and one per gradient backward."""
     return {op: of_bytes("rows", size, 1 + (op == "backward")) for op, size in case.moved().items()}
 
 
 def of_expand(case: Expand) -> dict[str, list[Work]]:
-    """Rows copied; backward, ids sorted, and rows summed in their order."""
+    """Work of expand: copies rows; backward sorts ids and sums rows in their order."""
     moved = case.moved()
     passes = -(-case.distinct.bit_length() // SORT_BITS)
     sorted_bytes = case.samples * (SUMMED + passes * SUMMED_PASS)
@@ -265,12 +265,12 @@ LAUNCHES = {"dedup": 10, "select": 5, "windows": 5, "permute": 7, "bucketize": 6
 
 
 def of_jagged(case: Jagged) -> dict[str, list[Work]]:
-    """The launches of each op, and its bytes."""
+    """Work of each jagged op: launches and bytes."""
     return {op: of_bytes(op, size["all"], LAUNCHES[op]) for op, size in case.moved().items()}
 
 
 def of_lookup(w: Workload, kernels: Mapping[str, Paths], gpu: Gpu) -> dict[str, list[Work]]:
-    """Every operation with every optimizer that is timed."""
+    """Work of every timed operation with every optimizer."""
     reuse, found = reuse_of(w), {}
     forward = pool(w, reuse, kernels)
     for optimizer, timed in operations(w).items():
@@ -282,7 +282,7 @@ def of_lookup(w: Workload, kernels: Mapping[str, Paths], gpu: Gpu) -> dict[str, 
 
 
 def works_of(case: Case, kernels: Mapping[str, Paths], gpu: Gpu) -> tuple[dict[str, list[Work]], float]:
-    """Our kernels in each operation of a case, by the report's names, and the error to expect."""
+    """Work of our kernels for each operation of a case, by the report's names, and the expected error."""
     if isinstance(case, EmbeddingBag):
         return of_lookup(case.workload, kernels, gpu), READ
     if isinstance(case, EncodedLookup):
@@ -301,7 +301,7 @@ def works_of(case: Case, kernels: Mapping[str, Paths], gpu: Gpu) -> tuple[dict[s
 
 
 def bytes_of(case: Case, operation: str) -> dict[str, float]:
-    """Bytes, by both counts, that the report divides by the time."""
+    """Bytes by both counts, which the report divides by the time."""
     if isinstance(case, (EmbeddingBag, EncodedLookup)):
         name, _, optimizer = operation.partition(", ")
         w = case.workload

@@ -38,7 +38,7 @@ class Tables:
         self.weights = torch.empty(w.tables * w.rows * w.dim, device=device).uniform_(-0.1, 0.1)
 
     def use(self, turn: int) -> None:
-        """Puts the next batch where the implementations read."""
+        """Copies the next batch to the implementations' input."""
         self.ids.copy_(self.batches[turn % len(self.batches)])
 
     @property
@@ -66,13 +66,13 @@ class Tables:
 
     @functools.cached_property
     def layout(self) -> dict[str, object]:
-        """``layout`` and ``layout_sizes`` of our ops: the tables one after the other."""
+        """``layout`` and ``layout_sizes`` of our ops, with consecutive tables."""
         w = self.workload
         return rk.table_layout([w.rows] * w.tables, [w.dim] * w.tables, device=self.device)._asdict()
 
 
 class Implementation(Protocol):
-    """One optimizer's way through the operations. A CUDA graph can hold those in ``captures``."""
+    """The operations with one optimizer. A CUDA graph can capture those in ``captures``."""
 
     captures: frozenset[str]
     #: T tables [E, D] that are read and updated.
@@ -86,20 +86,20 @@ class Implementation(Protocol):
         """The pooled output: [B, T * D], or T outputs [B, D]."""
 
     def before(self, operation: str) -> None:
-        """Prepares an operation outside of its time: autograd's backward needs a forward."""
+        """Prepares an operation outside the timed region: autograd's backward needs a forward."""
 
     def forget(self) -> None:
-        """Makes the next update Adam's first; called with no other optimizer."""
+        """Resets Adam, so that the next update is its first; called only for Adam."""
 
     def backward(self) -> None:
         """Runs the backward and the update, given the output's gradient."""
 
     def step(self) -> None:
-        """Forward, then backward."""
+        """Runs forward, then backward."""
 
 
 class _Kernels:
-    """The ops of rec_kernels, called directly: ``functions`` has them by name."""
+    """Kernels of rec_kernels, called directly; ``functions`` maps names to them."""
 
     captures = frozenset({"forward", "backward", "step"})
     adds_to_rows = False
@@ -124,7 +124,7 @@ class _Kernels:
             self.options["per_sample_weights"] = data.factors
 
     def forget(self) -> None:
-        """Zeros Adam's state and steps: the next update is the first."""
+        """Zeros Adam's state and step counts, so that the next update is the first."""
         for moments in self.state or []:
             for moment in moments:
                 moment.zero_()
@@ -154,7 +154,7 @@ class _Kernels:
 
 
 class Triton(_Kernels):
-    """rec_kernels.triton, its functions called directly, without autograd."""
+    """Functions of rec_kernels.triton, called directly, without autograd."""
 
     def __init__(self, data: Tables, optimizer: str) -> None:
         # Imported here: the compiled library may be in use instead, and importing Triton takes seconds.
@@ -164,14 +164,14 @@ class Triton(_Kernels):
 
 
 class Ops(_Kernels):
-    """torch.ops.rec_kernels, called directly. Of use for the backward, which a CUDA graph can hold without autograd."""
+    """torch.ops.rec_kernels, called directly, so that a CUDA graph can capture the backward without autograd."""
 
     def __init__(self, data: Tables, optimizer: str) -> None:
         super().__init__(data, optimizer, torch.ops.rec_kernels)
 
 
 class _Autograd:
-    """A backward that needs a forward of its own before it."""
+    """Base class of implementations whose backward needs its own forward."""
 
     _output: object = None
     adds_to_rows = False
@@ -314,7 +314,7 @@ def _kinds() -> Iterator[tuple[str, Make, Callable[[torch.device], str | None]]]
 
 
 def available(device: torch.device) -> tuple[dict[str, Make], dict[str, str]]:
-    """Available implementations by name, and by name the reason why each other one is left out."""
+    """Returns the available implementations, and the reasons why others are left out, by name."""
     reasons = {name: why(device) for name, _, why in _kinds()}
     found = {name: make for name, make, _ in _kinds() if reasons[name] is None}
     return found, {name: reason for name, reason in reasons.items() if reason is not None}

@@ -1,4 +1,4 @@
-"""The ops on jagged rows, and expand, beside plain torch, and beside FBGEMM where it runs.
+"""The ops on jagged rows, and expand, compared with plain torch and, where it runs, FBGEMM.
 
 Bags have one length, so that plain torch has an answer, too: it works on the ids as a dense array.
 """
@@ -21,7 +21,7 @@ ops = torch.ops.rec_kernels
 
 
 class Expand(GradientCase):
-    """Rows of the distinct samples for all of them, and the sum of their gradients, beside index_select."""
+    """expand of distinct samples' rows to all samples, and its gradient, compared with index_select."""
 
     def __init__(self, samples: int, columns: int) -> None:
         self.samples, self.columns = samples, columns

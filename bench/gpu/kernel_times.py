@@ -1,4 +1,4 @@
-"""Times every kernel of an update by itself, and takes a digest of the tables behind it.
+"""Times every kernel of an update separately, and computes a digest of the tables afterwards.
 
     python -m bench.gpu.kernel_times --case t32-b2048-e1e5-d128-uniform --label before --output kernels.json
 
@@ -41,7 +41,7 @@ KERNELS = {
 
 
 def digest(rows: Tensor) -> str:
-    """A number that every bit of [N] float32 and its place go into, in hexadecimal."""
+    """Hexadecimal digest of the bits and positions of [N] float32."""
     total = 0
     for part in rows.split(2**26):
         weights = torch.arange(len(part), device=rows.device) % 1_000_003 + 1
@@ -50,7 +50,7 @@ def digest(rows: Tensor) -> str:
 
 
 def _kernels_of(call: Callable[[], object], device: torch.device) -> list[tuple[str, float]]:
-    """(name, microseconds) of each kernel of a call; on the CPU, none."""
+    """Returns (name, microseconds) of each kernel of a call; empty on the CPU."""
     if device.type != "cuda":
         call()
         return []
@@ -61,7 +61,7 @@ def _kernels_of(call: Callable[[], object], device: torch.device) -> list[tuple[
 
 
 def update_times(w: Workload, optimizer: str, device: torch.device) -> dict[str, object]:
-    """The median of each kernel's time in an update, in microseconds, of all of them, and the digest of the tables.
+    """Returns median microseconds of each kernel of an update and of all together, and the tables' digest.
 
     Args:
         w: the workload; random numbers have the same seed in every run.

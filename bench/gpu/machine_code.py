@@ -64,7 +64,7 @@ class Instruction:
 
     @property
     def loaded(self) -> int:
-        """Bytes that a lane asks global memory for: 1 .. 16; 0: no load of it."""
+        """Bytes that a lane loads from global memory: 1 .. 16; 0 for other instructions."""
         if not self.opcode.startswith(("LDG", "LD.")):
             return 0
         widths = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
@@ -73,7 +73,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Loop:
-    """An innermost loop: one round of it, which is one set of rows in flight."""
+    """One iteration of an innermost loop, which has one set of rows in flight."""
 
     instructions: int  # of all paths through it
     loads: int  # of global memory, on the path that asks for the most bytes
@@ -96,7 +96,7 @@ class Kernel:
 
     @property
     def blocks(self) -> int:
-        """Blocks of THREADS that a multiprocessor holds at once."""
+        """Resident blocks of THREADS per multiprocessor."""
         unit = REGISTER_UNIT
         of_warp = -(-self.registers * WARP // unit) * unit
         warps = min(WARPS, REGISTERS // of_warp // PARTITIONS * PARTITIONS)
@@ -104,12 +104,12 @@ class Kernel:
 
     @property
     def bytes_in_flight(self) -> int:
-        """Bytes that a full multiprocessor has asked for when all its warps wait for the first row of a round."""
+        """Bytes in flight on a fully occupied multiprocessor when all warps wait for the first row of a round."""
         return self.loop.first_wait_bytes * self.blocks * THREADS if self.loop else 0
 
 
 def tool(name: str) -> str | None:
-    """cuobjdump or nvdisasm: the CUDA toolkit's, or the one that the triton package carries."""
+    """Path of cuobjdump or nvdisasm, from the CUDA toolkit or the triton package."""
     found = shutil.which(name)
     spec = importlib.util.find_spec("triton")
     if found or spec is None or spec.origin is None:
@@ -119,20 +119,20 @@ def tool(name: str) -> str | None:
 
 
 def missing(library: str | None = None) -> str | None:
-    """Names what is missing to read the library (default: the package's); None if nothing is."""
+    """Explains why the library (default: the package's) cannot be read; None if it can."""
     if (library or rk.build_info()["cuda_library"]) is None:
         return "the CUDA library is not built"
     return None if tool("cuobjdump") else "no cuobjdump"
 
 
 def dump(what: str, library: str) -> str:
-    """Output of ``cuobjdump WHAT`` for the library's code for ARCHITECTURE; empty where it has none."""
+    """Output of ``cuobjdump WHAT`` for the library's code for ARCHITECTURE; empty if it has none."""
     command = [str(tool("cuobjdump")), "-arch", ARCHITECTURE, what, library]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def demangled(symbol: str) -> str:
-    """The C++ name of a linker symbol, by the C++ runtime that torch runs with."""
+    """The C++ name of a linker symbol, demangled by torch's C++ runtime."""
     demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
     demangle.restype = ctypes.c_void_p
     status = ctypes.c_int()
@@ -147,7 +147,7 @@ def demangled(symbol: str) -> str:
 
 
 def kernel_name(symbol: str) -> str | None:
-    """``pool_kernel<Fp32, 32, 1, false>`` of a kernel of ours; None for another library's."""
+    """Short name of our kernel, such as ``pool_kernel<Fp32, 32, 1, false>``; None for other libraries' kernels."""
     name = re.sub(r"\(anonymous namespace\)::|rec_kernels::|cuda::", "", demangled(symbol))
     match = re.match(r"(?:void )?([a-z_]+_kernel(?:<.*>)?)\(", name)
     if not match or "11rec_kernels" not in symbol:
@@ -162,7 +162,7 @@ INSTRUCTION = re.compile(
 
 
 def instructions_of(code: str) -> list[Instruction]:
-    """The instructions of one function's listing."""
+    """Parses the instructions of one function's listing."""
     out = []
     for match in INSTRUCTION.finditer(code):
         control = (
@@ -173,7 +173,7 @@ def instructions_of(code: str) -> list[Instruction]:
 
 
 def loops(code: Sequence[Instruction], innermost: bool = False) -> Iterator[list[Instruction]]:
-    """Every stretch that a branch goes back over; ``innermost``: that has no other such stretch in it.
+    """Ranges of instructions that a backward branch repeats; ``innermost``: those that contain no other.
 
     Behind a kernel's code are pieces for lanes that have diverged before a shuffle or vote (``ENDCOLLECTIVE``). These
     branch back to where the lanes left it, which is no loop.
@@ -192,7 +192,7 @@ def innermost_loops(code: Sequence[Instruction]) -> Iterator[list[Instruction]]:
 
 
 def most_asked(body: Sequence[Instruction], until_wait: bool) -> tuple[int, int]:
-    """(bytes, loads) of the path through a loop's body that asks for most: all, or until it waits for the first."""
+    """(bytes, loads) of the path through a loop body that loads most, in all or until it waits for the first load."""
     here: dict[int, dict[int, tuple[int, int]]] = {body[0].address: {0: (0, 0)}}  # by address: by scoreboards to come
     best = (0, 0)
     inside = {i.address for i in body}
@@ -220,14 +220,14 @@ def measured(body: Sequence[Instruction]) -> Loop:
 
 
 def row_loop(code: Sequence[Instruction]) -> Loop | None:
-    """The innermost loop that reads rows: the shortest of those that load most bytes in a round, or more than half."""
+    """The innermost loop that reads rows: the shortest that loads more than half of the most bytes per round."""
     reading = [loop for loop in map(measured, innermost_loops(code)) if loop.loads]
     most = max((loop.bytes for loop in reading), default=0)
     return min((loop for loop in reading if 2 * loop.bytes > most), key=lambda loop: loop.instructions, default=None)
 
 
 def compiled(symbol: str, usage: str, listing: str) -> Kernel | None:
-    """A kernel of ours from what cuobjdump says of a symbol: "REG:72 STACK:0 ...", and its instructions."""
+    """Makes a Kernel from cuobjdump's resource usage of a symbol, "REG:72 STACK:0 ...", and its instructions."""
     name = kernel_name(symbol)
     if name is None:
         return None
@@ -238,7 +238,7 @@ def compiled(symbol: str, usage: str, listing: str) -> Kernel | None:
 
 
 def read(library: str | None = None) -> list[Kernel] | None:
-    """Every kernel of ours in the library (default: the package's), or None where it cannot be read."""
+    """All our kernels in the library (default: the package's), or None if it cannot be read."""
     library = library or rk.build_info()["cuda_library"]
     if missing(library) is not None:
         return None

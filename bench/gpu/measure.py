@@ -1,4 +1,4 @@
-"""The loop over cases: check, time, record. Nothing that fails in one place keeps the rest from being measured."""
+"""Loop over cases: check, time, record. A failure does not prevent the remaining measurements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GRAPH_BELOW_MS = 2.0
 
 @dataclass
 class Effort:
-    """Time to spend: ``budget_ms`` on all calls of one figure, ``limit_s`` on the whole run, from ``start`` on."""
+    """Time limits: ``budget_ms`` for all calls of one figure, ``limit_s`` for the whole run, from ``start``."""
 
     budget_ms: float
     least: int
@@ -31,15 +31,15 @@ class Effort:
         return time.monotonic() - self.start
 
     def check(self) -> None:
-        """Raises TimeoutError once the run has lasted as long as it may."""
+        """Raises TimeoutError once the run has reached its time limit."""
         if self.seconds() > self.limit_s:
-            raise TimeoutError(f"not run: the limit of {self.limit_s:.0f} s was reached (--limit)")
+            raise TimeoutError(f"not run: the time limit of {self.limit_s:.0f} s was reached (--limit)")
 
 
 def measure_case(
     case: Case, device: torch.device, timer: Timer, effort: Effort, copy_gb_per_s: float
 ) -> dict[str, object]:
-    """Everything about one case.
+    """Measures all operations of one case.
 
     Args:
         copy_gb_per_s: the rate of a plain copy, which every rate is given as a percentage of.
@@ -64,7 +64,7 @@ def measure_case(
 
 
 def _measure(subject: Subject, timer: Timer, effort: Effort, copy_gb_per_s: float) -> dict[str, object]:
-    """One row of the table.
+    """Measures one row of the table.
 
     Returns:
         "implementation", "operation", "optimizer", "bytes" by count; then either "error", or "ms", "quartiles_ms",
@@ -103,12 +103,12 @@ def _measure_graph(built: Built, timer: Timer, effort: Effort) -> dict[str, obje
 
 
 def _say(error: Exception) -> str:
-    """The kind of error and the start of its message: a CUDA error's is long."""
+    """Type of an error and the start of its message, since CUDA messages are long."""
     return f"{type(error).__name__}: {error}"[:500]
 
 
 def _release(device: torch.device) -> None:
-    """Gives the memory of what is no longer used back, cycles included."""
+    """Frees unused memory, including that of reference cycles."""
     gc.collect()
     if device.type == "cuda":
         # After an illegal access every call fails; each figure that is then missing says so itself.

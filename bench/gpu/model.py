@@ -1,4 +1,4 @@
-"""A model of a kernel's time on a GPU, from what it moves, executes and waits for. docs/gpu-model.md explains it."""
+"""Model of a kernel's time on a GPU from bytes, instructions and latencies; docs/gpu-model.md explains it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SCHEDULERS = 4
 
 @dataclass(frozen=True)
 class Gpu:
-    """Rates in GB/s, of a plain copy with reads and writes counted, of the memory's pins, and of the L2."""
+    """Rates in GB/s: a plain copy (reads plus writes), the memory's peak, and the L2."""
 
     name: str
     memory_bytes: int
@@ -94,7 +94,7 @@ def milliseconds(work: Work, gpu: Gpu) -> float:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Milliseconds of a call, the factor by which a measurement may differ either way, and the dominant limit."""
+    """Milliseconds of a call, the factor of error in either direction, and the dominant limit."""
 
     ms: float
     error: float
@@ -102,7 +102,7 @@ class Prediction:
 
 
 def predict(works: list[Work], gpu: Gpu, error: float) -> Prediction:
-    """Kernels one after the other."""
+    """Predicts the time of consecutive kernels."""
     times = [milliseconds(work, gpu) for work in works]
     longest = works[times.index(max(times))]
     parts = bounds(longest, gpu)

@@ -41,7 +41,7 @@ SHORT = [
 
 
 class Noting(dict[str, Paths]):
-    """Kernels by name, which notes those that are asked for."""
+    """Kernels by name; records which ones are looked up."""
 
     def __init__(self, kernels: Mapping[str, Paths]) -> None:
         super().__init__(kernels)
@@ -53,7 +53,7 @@ class Noting(dict[str, Paths]):
 
 
 def predictions(kernels: Mapping[str, Paths], gpu: Gpu) -> list[dict[str, object]]:
-    """A row for every operation of ours in every case: "ms", "error", "limit", and rates in percent of a copy's."""
+    """One row per operation of ours and case: "ms", "error", "limit", and rates in percent of a copy's."""
     rows = []
     for case in every_case({report.OURS: None}, gpu.memory_bytes):
         operations, error = works_of(case, kernels, gpu)
@@ -66,7 +66,7 @@ def predictions(kernels: Mapping[str, Paths], gpu: Gpu) -> list[dict[str, object
 
 
 def of_kernels(kernels: Mapping[str, Paths]) -> dict[str, list[dict[str, object]]]:
-    """The predictions for every GPU."""
+    """Predicts for every GPU from these kernels."""
     return {name: predictions(kernels, gpu) for name, gpu in GPUS.items()}
 
 
@@ -78,7 +78,7 @@ def commit_of_kernels() -> str:
 
 
 def today(libraries: Sequence[str] = ()) -> dict[str, object]:
-    """All predictions, and what they are made from, for the JSON file.
+    """All predictions and their inputs, for the JSON file.
 
     Raises:
         RuntimeError: the CUDA library is not built, or nothing here reads it.
@@ -104,7 +104,7 @@ def is_short(row: dict) -> bool:
 
 
 def table(found: dict, short: bool = False) -> str:
-    """Markdown: a line for each operation, the GPUs side by side; rates count every row."""
+    """Markdown table with a line per operation and a column group per GPU; rates count every row."""
     others = {name: {(r["case"], r["operation"]): r for r in rows} for name, rows in found["gpus"].items()}
     keys = list(dict.fromkeys(key for rows in others.values() for key in rows))
     heads = [head for name in others for head in (f"{name}, ms", "% of copy")]
@@ -122,7 +122,7 @@ def table(found: dict, short: bool = False) -> str:
 
 
 def beside_others(found: dict) -> str:
-    """Markdown: the best published figure of each operation, our prediction for an H100, and who is ahead."""
+    """Markdown table of the best published figure of each operation and our prediction for an H100, and their ratio."""
     lines, heads = [], ("case", "operation", "theirs", "ours, predicted", "ours are")
     for row in found["gpus"]["H100"]:
         figure = published.best(row["case"], row["operation"])
@@ -139,7 +139,7 @@ def beside_others(found: dict) -> str:
 
 
 def write(found: dict) -> None:
-    """The JSON file, and the tables of docs/gpu-model.md, each between its two marks."""
+    """Writes the JSON file, and the tables of docs/gpu-model.md between their markers."""
     bench.save(found, recorded.PATH)
     page = PAGE.read_text()
     for name, text in (("predictions", table(found, short=True)), ("others", beside_others(found))):

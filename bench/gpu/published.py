@@ -1,4 +1,4 @@
-"""Figures that others have published of their kernels, in shapes that bench.gpu has as cases."""
+"""Published figures of others' kernels, in shapes that bench.gpu has as cases."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ PUBLISHED = [
 
 
 def best(case: str, operation: str) -> Published | None:
-    """The best that was found of an operation."""
+    """The best published figure of an operation."""
     found = [p for p in PUBLISHED if (p.case, p.operation) == (case, operation)]
     return min(found, key=lambda p: p.ms or -(p.percent_of_peak or 0), default=None)
 
 
 def said(figure: Published) -> str:
-    """ "0.345 ms (FBGEMM)"."""
+    """Formats a figure: "0.345 ms (FBGEMM)"."""
     value = f"{figure.ms:.3f} ms" if figure.ms is not None else f"{figure.percent_of_peak} % of peak"
     return f"{value} ({figure.whose.partition(',')[0]})"

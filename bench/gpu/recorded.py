@@ -1,4 +1,4 @@
-"""The predictions that were committed before anything was measured, beside what is measured."""
+"""Compares measurements with the predictions committed before them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def load(path: Path = PATH) -> dict:
 
 
 def gpu_of(device: str) -> str | None:
-    """The name that predictions have of a device: "NVIDIA H100 80GB HBM3" -> "H100".
+    """Returns the predictions' name of a device: "NVIDIA H100 80GB HBM3" -> "H100".
 
     None: there are none, as of the PCIe and NVL cards of these names, which have other memory, of a slice (MIG) of a
     card, and of GH200.
@@ -36,14 +36,14 @@ def find(device: str | None, case: str, operation: str) -> dict | None:
 
 
 def hold(measured: dict[str, object], prediction: dict) -> dict[str, object]:
-    """A prediction beside a measured row of ours: "ms", "error" (a factor), "measured_ms", and whether it "held"."""
+    """Compares a prediction with our measured row: "ms", "error" (a factor), "measured_ms", and whether it "held"."""
     ms = measured.get("graph_ms", measured["ms"])
     held = prediction["ms"] / prediction["error"] <= ms <= prediction["ms"] * prediction["error"]
     return {"ms": prediction["ms"], "error": prediction["error"], "measured_ms": ms, "held": held}
 
 
 def beside(case: dict, device: str | None) -> dict[str, dict]:
-    """Operation -> what ``hold`` says of it, of a measured case; those of ours that failed or have no prediction not.
+    """Returns operation -> ``hold`` of a measured case, without our operations that failed or have no prediction.
 
     A backward's time is that of the ops, which a graph holds without autograd.
     """

@@ -74,7 +74,7 @@ def _gpu() -> dict[str, object]:
 
 
 def about(device: torch.device, left_out: dict[str, str], commit: str | None) -> dict[str, object]:
-    """Describes machine, versions and commit of the figures; ``left_out``: absent implementations, and why."""
+    """Describes machine, versions and commit of the figures; ``left_out``: missing implementations and the reasons."""
     built = rk.build_info()
     return {
         "command": "python -m bench.gpu " + " ".join(sys.argv[1:]),
@@ -97,17 +97,17 @@ def default_output(gpu: str) -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Returns the content of a result's file; {} where there is no file."""
+    """Returns the content of a result file; {} if it does not exist."""
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def label(row: dict[str, object]) -> str:
-    """ "backward, sgd"."""
+    """Returns a label such as "backward, sgd"."""
     return ", ".join(filter(None, (row["operation"], row["optimizer"])))
 
 
 def by_operation(case: dict[str, object]) -> dict[str, dict[str, dict]]:
-    """Operation -> implementation -> row of a case."""
+    """Groups the rows of a case: operation -> implementation -> row."""
     found: dict[str, dict[str, dict]] = {}
     for row in case["results"]:
         found.setdefault(label(row), {})[row["implementation"]] = row
@@ -127,7 +127,7 @@ def _ours_cells(row: dict | None) -> list[str]:
 
 
 def _ours(rows: dict[str, dict]) -> dict | None:
-    """Our row; the replay of a backward, which a graph holds without autograd only, is that of the ops."""
+    """Returns our row; the replay of a backward, captured only without autograd, comes from the ops."""
     ours, ops = rows.get(OURS), rows.get(OPS, {})
     if ours is None or "error" in ours or "graph_ms" in ours or "graph_ms" not in ops:
         return ours
@@ -147,7 +147,7 @@ def _peer_cell(row: dict | None, ours: dict | None) -> str:
 
 
 def table(found: dict[str, object]) -> str:
-    """The figures in markdown: a line for each case and operation, then what failed and why."""
+    """The figures in Markdown: a line per case and operation, then the failures with reasons."""
     names = {row["implementation"] for case in found["cases"] for row in case["results"]}
     peers = sorted(names - {OURS, OPS}, key=_column)
     head = ["case", "operation", "ours, ms", "graph, ms", "GB/s, all rows", "GB/s, unique rows", *peers]
@@ -195,12 +195,12 @@ def _failures(case: dict[str, object]) -> list[str]:
 
 
 def _grouped(lines: list[str], most: int = 20) -> list[str]:
-    """The first lines, and how many more there are: they are all in the JSON file."""
+    """The first lines and the number of others, which are in the JSON file."""
     return lines[:most] + ([f"- and {len(lines) - most} more, in the JSON file"] if len(lines) > most else [])
 
 
 def picture(found: dict[str, object], path: Path) -> str:
-    """Draws embedding_bag: bars for every case, one panel for each operation, rates as a share of the copy's.
+    """Draws embedding_bag: a panel per operation with bars for every case, rates as shares of the copy's.
 
     Unique rows are counted. A cross stands for a figure that could not be taken, a line for what was predicted of ours,
     a diamond for the best figure that others have published of the shape.
@@ -236,7 +236,7 @@ def picture(found: dict[str, object], path: Path) -> str:
 
 
 def _draw_said(axes, found: dict, operation: str, names: list[str]) -> None:
-    """Predictions and published figures in the places of the cases, as shares of the copy's rate."""
+    """Draws predictions and published figures at their cases' positions, as shares of the copy's rate."""
     cases = {case["name"]: case for case in found["cases"]}
     gpu = GPUS.get(recorded.gpu_of((found["about"]["gpu"] or {}).get("name") or "") or "")
     for place, name in enumerate(names):

@@ -19,7 +19,7 @@ from bench.shapes import Workload
 
 
 class Subject(NamedTuple):
-    """One operation of one implementation. Not built before ``build`` is called, which may fail."""
+    """One operation of one implementation, built only by ``build``, which may fail."""
 
     implementation: str
     operation: str
@@ -38,7 +38,7 @@ class Built(NamedTuple):
 
 
 class Differentiable:
-    """Calls of a function that has gradients: the forward under no_grad, and the backward of a forward made before.
+    """Calls of a differentiable function: the forward under no_grad, and the backward of an earlier forward.
 
     Args:
         function: what is called.
@@ -54,16 +54,16 @@ class Differentiable:
         self.grad = torch.randn_like(self._output)
 
     def forward(self) -> Tensor:
-        """The result."""
+        """Runs the forward; returns the result."""
         with torch.no_grad():
             return self._function(*self._given)
 
     def backward(self) -> tuple[Tensor, ...]:
-        """The gradients."""
+        """Runs the backward; returns the gradients."""
         return torch.autograd.grad(self._output, self._trained, self.grad, retain_graph=True)
 
     def built(self, operation: str, check: Callable[[], None]) -> Built:
-        """The call that "forward" or "backward" names."""
+        """Builds the call "forward" or "backward"."""
         # Autograd would need its forward within the graph.
         return Built(getattr(self, operation), lambda turn: None, check, operation == "forward")
 
@@ -77,11 +77,11 @@ class Case(Protocol):
         """Sizes, for the JSON file."""
 
     def subjects(self, device: torch.device) -> Iterator[Subject]:
-        """Allocates the memory, then yields who does what with it; one implementation's memory at a time."""
+        """Allocates the memory, then yields the subjects that use it, one implementation's at a time."""
 
 
 class EmbeddingBag:
-    """A workload: every implementation that is available, with each optimizer, forward, backward and step."""
+    """Forward, backward and step of a workload, for every available implementation and optimizer."""
 
     def __init__(self, workload: Workload, available: dict[str, Make]) -> None:
         self.workload, self.available = workload, available
@@ -89,7 +89,7 @@ class EmbeddingBag:
         self._about = dataclasses.asdict(workload) | {"op": "embedding_bag"}
 
     def about(self) -> dict[str, object]:
-        """T, B, E, D, L, the Zipf exponent, and how many distinct rows a batch names once that is known."""
+        """T, B, E, D, L, the Zipf exponent, and the number of distinct rows of a batch once it is known."""
         return self._about
 
     def subjects(self, device: torch.device) -> Iterator[Subject]:
@@ -130,7 +130,7 @@ def _operation(data: Tables, built: Callable[[], Implementation], operation: str
 
 
 class GradientCase:
-    """An op and its gradients, ours beside torch's recipe, which is also computed in float64 and checks both.
+    """An op and its gradients, ours and torch's recipe, both checked against the recipe in float64.
 
     Derived cases have a ``name`` and ``about()``, and the methods here that say nothing.
     """
@@ -140,11 +140,11 @@ class GradientCase:
     unit = 0.0
 
     def functions(self) -> dict[str, Callable[..., Tensor]]:
-        """The functions "ours" and "torch" of what is given."""
+        """Returns the functions "ours" and "torch" of the arguments."""
         raise NotImplementedError
 
     def given(self, device: torch.device) -> tuple[Tensor, ...]:
-        """The arguments, of which floats have gradients."""
+        """Returns the arguments; floating-point ones have gradients."""
         raise NotImplementedError
 
     def moved(self) -> Mapping[str, int | dict[str, int]]:
@@ -182,7 +182,7 @@ class GradientCase:
 
 
 class ScaleRows(GradientCase):
-    """scale_rows beside plain torch. Each row is its own: the two counts of bytes are the same."""
+    """scale_rows compared with plain torch. No row repeats, so both byte counts are equal."""
 
     def __init__(self, rows: int, columns: int) -> None:
         self.rows, self.columns = rows, columns
@@ -209,7 +209,7 @@ class ScaleRows(GradientCase):
 
 
 class GroupedProjection(GradientCase):
-    """grouped_projection beside a loop of torch's linear. The bytes are few: the two counts are the same."""
+    """grouped_projection compared with a loop of torch's linear. Both byte counts are equal."""
 
     def __init__(self, batch: int, in_dims: list[int], out_dim: int) -> None:
         self.batch, self.in_dims, self.out_dim = batch, in_dims, out_dim

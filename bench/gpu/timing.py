@@ -23,11 +23,11 @@ class Timer(Protocol):
         """Milliseconds of each of ``count`` calls; ``prepare(i)`` runs before the i-th and is not timed."""
 
     def capture(self, call: Callable[[], object]) -> Callable[[], object]:
-        """A function that does what ``call`` does without the host's part of it."""
+        """Returns a function that does the work of ``call`` without the host's part."""
 
 
 class CudaTimer:
-    """CUDA events around each call; before each, a buffer of several L2 caches is written, then another one is read.
+    """CUDA events around each call, before which one buffer of several L2 sizes is written and another is read.
 
     What is written stays in the L2 as dirty lines. The call would have to write them back to memory, at its own cost;
     the buffer that is read takes their place with clean lines, which cost nothing to drop.
@@ -56,7 +56,7 @@ class CudaTimer:
         return [start.elapsed_time(stop) for start, stop in pairs]
 
     def flush(self) -> None:
-        """Leaves nothing of earlier calls in the L2, and no dirty line."""
+        """Evicts data of earlier calls from the L2, and leaves no dirty lines."""
         # The host runs ahead meanwhile: a call's first launch then waits for the GPU, not the GPU for it.
         self._written.zero_()
         torch.sum(self._clean, dim=0, out=self._sum)
@@ -65,7 +65,7 @@ class CudaTimer:
         return self._cuda.Event(enable_timing=True)
 
     def capture(self, call: Callable[[], object]) -> Callable[[], object]:
-        """Captures the call in a CUDA graph, after calls on another stream, as torch's documentation wants it."""
+        """Captures the call in a CUDA graph, after warm-up calls on a side stream, as torch's documentation says."""
         cuda = self._cuda
         side = cuda.Stream()
         side.wait_stream(cuda.current_stream())
@@ -103,7 +103,7 @@ def median_ms(
     least: int = 10,
     most: int = 300,
 ) -> dict[str, object]:
-    """The median of as many calls as fit ``budget_ms``, but ``least`` and ``most``.
+    """Median of as many calls as fit ``budget_ms``, from ``least`` to ``most``.
 
     Returns:
         "ms": the median, "quartiles_ms": [first, third], "repetitions".
@@ -116,7 +116,7 @@ def median_ms(
 
 
 def copy_gb_per_s(timer: Timer, device: torch.device, size: int, count: int = 30) -> float:
-    """GB/s of a device-to-device copy of ``size`` bytes, bytes read and bytes written both counted: the median."""
+    """Median GB/s of a device-to-device copy of ``size`` bytes, counting bytes read and written."""
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     timer.times(lambda: target.copy_(source), lambda i: None, WARMUP_CALLS)

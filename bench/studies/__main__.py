@@ -15,9 +15,7 @@ from rec_kernels.dlrm.train import RunInterruptedError
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="python -m bench.studies", description="Studies: many runs of the trainer, and what they show together."
-    )
+    parser = Parser(prog="python -m bench.studies", description="Studies: conclusions from many runs of the trainer.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_compare(commands)
     _add_reproduce(commands)
@@ -29,17 +27,17 @@ def _add_compare(commands: Any) -> None:
     command = commands.add_parser(
         "compare",
         help="train configurations with the same seeds and compare their test scores",
-        description="Train every configuration with every seed and compare the test scores, pair by pair of the same "
-        "seed. Configurations are named, or are those of lists, as in --format fp32,int8,int4 --rounding "
-        "stochastic,nearest, --embedding full,hash,qr,mixed or --model dlrm,dcnv2,wukong. Given again, the command "
-        "resumes. Other flags are options of all configurations.",
+        description="Train every configuration with every seed and compare the test scores in pairs of equal "
+        "seeds. Name the configurations, or give lists such as --format fp32,int8,int4 --rounding "
+        "stochastic,nearest, --embedding full,hash,qr,mixed or --model dlrm,dcnv2,wukong. Repeat an interrupted "
+        "command to resume it. Other flags are options of all configurations.",
     )
     command.set_defaults(run_command=_compare)
     command.add_argument(
         "configurations",
         nargs="*",
         metavar="NAME[:OPTION=VALUE,...]",
-        help="the first is the reference; widths are joined by +, as in wide:bottom=128+64",
+        help="the first configuration is the reference; join widths by +, as in wide:bottom=128+64",
     )
     command.add_argument(
         "--format",
@@ -72,8 +70,8 @@ def _add_reproduce(commands: Any) -> None:
     command = commands.add_parser(
         "reproduce",
         help="train a list of comparisons and check papers' claims",
-        description="Train a list of comparisons and set what papers claim beside what comes out: one page with "
-        "pictures, in runs/reproduce or runs/reproduce-quick. An interrupted command resumes when repeated.",
+        description="Train a list of comparisons and check papers' claims against the results, on one page with "
+        "pictures in runs/reproduce or runs/reproduce-quick. Repeat an interrupted command to resume it.",
     )
     command.set_defaults(run_command=_reproduce)
     command.add_argument("--list", action="store_true", help="print the experiments with their costs and exit")
@@ -93,8 +91,8 @@ def _add_roofline(commands: Any) -> None:
     command = commands.add_parser(
         "roofline",
         help="compare the parts of a run's steps with the machine's limits",
-        description="Set the seconds of each part of a finished run's steps beside what their bytes and products take "
-        "at the limits of this machine, which are measured.",
+        description="Compare the seconds of each part of a finished run's steps with the time that its bytes and "
+        "matrix products take at the measured limits of this machine.",
     )
     command.set_defaults(run_command=_roofline)
     add_run(command)
@@ -147,7 +145,7 @@ def _roofline(parser: argparse.ArgumentParser, options: dict) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns 0 when done, 1 on an error, 130 when interrupted; wrong usage exits 2."""
+    """Runs the command line; returns 0 when done, 1 on an error, 130 when interrupted; wrong usage exits 2."""
     return execute(_parser(), argv)
 
 

@@ -86,7 +86,7 @@ class Auc:
         return f"AUC, {self.name} - {over if len(self.over) == 1 else f'the mean of {over}'}"
 
     def __call__(self, result: dict) -> Finding:
-        """Compute the finding from the result of ``compare_report.summarise``."""
+        """Computes the finding from the result of ``compare_report.summarise``."""
         own, *others = (_scores(result, name, "auc") for name in self.names)
         seeds = sorted(set(own).intersection(*others))
         found = over_seeds([own[seed] - sum(other[seed] for other in others) / len(others) for seed in seeds])
@@ -117,7 +117,7 @@ class Faster(_OfTwo):
         return f"examples/s, {self.name} / {self.than}"
 
     def __call__(self, result: dict) -> Finding:
-        """Compute the finding from the result of ``compare_report.summarise``."""
+        """Computes the finding from the result of ``compare_report.summarise``."""
         own, other = (_scores(result, name, "examples_per_second") for name in self.names)
         found = over_seeds([own[seed] / other[seed] for seed in sorted(own.keys() & other.keys())])
         return dataclasses.replace(found, failed=_failed(result, self.names), unlike=self._unlike(result))
@@ -141,7 +141,7 @@ class Same(_OfTwo):
         return f"AUC, -|{self.name} - {self.than}| where it is largest"
 
     def __call__(self, result: dict) -> Finding:
-        """Compute the finding from the result of ``compare_report.summarise``."""
+        """Computes the finding from the result of ``compare_report.summarise``."""
         own, other = (_scores(result, name, "auc") for name in self.names)
         apart = [abs(own[seed] - other[seed]) for seed in own.keys() & other.keys()]
         return Finding(-max(apart) if apart else None, failed=_failed(result, self.names))
@@ -161,7 +161,7 @@ class Fewer(_OfTwo):
         return f"{what}, {self.than} / {self.name}"
 
     def __call__(self, result: dict) -> Finding:
-        """Compute the finding from the result of ``compare_report.summarise``."""
+        """Computes the finding from the result of ``compare_report.summarise``."""
         own, other = (_configuration(result, name)[self.what] for name in self.names)
         return Finding(None if own is None or other is None else other / own)
 
@@ -271,7 +271,7 @@ def seeds_to_tell(claim: dict) -> int | None:
 
 
 def shortfall(claim: dict) -> str:
-    """Describe why a claim is undecided, e.g. "0.0015 from the bound, ±0.0022: 15 seeds would tell".
+    """Describes why a claim is undecided, e.g. "0.0015 from the bound, ±0.0022: 15 seeds would tell".
 
     Empty for other verdicts; the reason of the verdict without an interval, or if sizes or machines do not fit.
     """

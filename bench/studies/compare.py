@@ -71,7 +71,7 @@ def plan(
     models: str | None = None,
     given: Mapping[str, Any] | None = None,
 ) -> Comparison:
-    """Create the comparison of a command line.
+    """Creates the comparison of a command line.
 
     Args:
         configurations: "NAME" or "NAME:option=value,option=value"; options are those of ``TrainConfig``, widths of
@@ -105,13 +105,13 @@ def plan(
     listed |= {} if "" in networks else {"model": "--model"}
     if not configurations and "" in variants:
         raise ValueError(
-            "there is nothing to compare: give configurations, or lists as in --format fp32,int8, --embedding full,qr "
-            "or --model dlrm,dcnv2"
+            "there is nothing to compare: give configurations, or lists such as --format fp32,int8, "
+            "--embedding full,qr or --model dlrm,dcnv2"
         )
     configs = _configs(configurations, base, variants, listed)
     refuse_options_without_effect(given or {}, configs.values())
     if len(configs) < 2:
-        raise ValueError(f"there is one configuration, {next(iter(configs))!r}: a comparison needs 2 or more")
+        raise ValueError(f"there is only one configuration, {next(iter(configs))!r}: a comparison needs at least 2")
     return Comparison(Path(base.runs_dir) / name, configs, parse_seeds(seeds))
 
 
@@ -125,13 +125,13 @@ def _configs(
         option = next((option for option in given if option in listed), None)
         if option is not None:
             raise ValueError(
-                f"configuration {text!r}: {option!r} is given, and {listed[option]} is a list: leave one out"
+                f"configuration {text!r}: {option!r} is given, but {listed[option]} is a list: leave one out"
             )
         own = len(configs)
         for variant, options in variants.items():
             full = "-".join(part for part in (key, variant) if part)
             if full in configs:
-                raise ValueError(f"two configurations are named {full!r}: names must differ")
+                raise ValueError(f"two configurations are named {full!r}: names must be unique")
             try:
                 configs[full] = dataclasses.replace(base, **options | given)
             except ValueError as error:
@@ -161,7 +161,7 @@ def _variants(formats: str, roundings: str) -> dict[str, dict[str, str]]:
     if all(len(names) == 1 for names in lists.values()):
         return {"": {"format": formats, "rounding": roundings}}
     if formats == "fp32":
-        raise ValueError(f"rounding is {roundings!r}, but format is 'fp32', which is not rounded: give --format, too")
+        raise ValueError(f"rounding is {roundings!r}, but format is 'fp32', which is not rounded: also give --format")
     variants = {}
     for format in lists["format"]:
         for rounding in ROUNDINGS[:1] if format == "fp32" else lists["rounding"]:
@@ -193,7 +193,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 
 
 def parse_configuration(text: str) -> tuple[str, dict[str, Any]]:
-    """Parse "NAME" or "NAME:option=value,..." to the name and options."""
+    """Parses "NAME" or "NAME:option=value,..." to the name and options."""
     name, colon, given = text.partition(":")
     where = f"configuration {text!r}"
     if not is_run_name(name):
@@ -228,7 +228,7 @@ def comparable_defaults() -> dict[str, Any]:
 
 
 def run(comparison: Comparison) -> dict[str, dict[int, dict]]:
-    """Train the missing runs.
+    """Trains the missing runs.
 
     Finished runs and runs whose loss was not finite are kept. Runs that were interrupted or failed for another reason
     are resumed from their checkpoint or started again. A failed run does not stop the others.
@@ -261,7 +261,7 @@ def run(comparison: Comparison) -> dict[str, dict[int, dict]]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Create the folder if it is missing and lock it against other processes; the lock ends with the process."""
+    """Creates the folder if it is missing and locks it against other processes; the lock ends with the process."""
     if (folder / CONFIG).exists():
         raise RunExistsError(f"{folder} is a run, not a comparison: choose another name")
     folder.mkdir(parents=True, exist_ok=True)
@@ -270,7 +270,7 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise RunExistsError(f"another process is at the comparison {folder}: wait for it") from error
+            raise RunExistsError(f"another process is running the comparison {folder}: wait for it") from error
         yield
 
 
@@ -298,7 +298,7 @@ def _outcome(directory: Path) -> dict | None:
     except DataError as error:
         if _has_checkpoint(directory):  # resuming reports it, or drops records after the checkpoint
             return None
-        raise DataError(f"{error}; there is no {checkpoint.NAME}, so delete {directory} to train it anew") from error
+        raise DataError(f"{error}; there is no {checkpoint.NAME}, so delete {directory} to train it again") from error
     last = records[-1] if records else {"kind": "none"}
     ended = last["kind"] == "test" or (last["kind"] == "failed" and last.get("cause") == NotFiniteError.__name__)
     return last if ended else None
@@ -309,7 +309,7 @@ def _has_checkpoint(directory: Path) -> bool:
 
 
 def _train(config: TrainConfig, opened: dict[tuple, DataSet]) -> dict:
-    """Start or resume a run; returns its final record."""
+    """Starts or resumes a run; returns its final record."""
     key = tuple(getattr(config, option) for option in DATA_OPTIONS)
     if key not in opened:
         opened[key] = open_data(config)

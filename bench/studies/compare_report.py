@@ -281,7 +281,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def draw(result: dict) -> Figure:
-    """Plot the mean test AUC and its paired difference to the reference over the bytes of tables and state.
+    """Plots the mean test AUC and its paired difference to the reference over the bytes of tables and state.
 
     Bars are 95 % intervals. Those of the means are not paired, hence wider than what they say about a difference.
     """
@@ -318,7 +318,7 @@ def draw(result: dict) -> Figure:
 
 
 def write(comparison: Comparison, result: dict) -> str:
-    """Write ``compare.json``, ``compare.md`` and ``compare.png`` to the comparison's folder; returns the Markdown."""
+    """Writes ``compare.json``, ``compare.md`` and ``compare.png`` to the comparison's folder; returns the Markdown."""
     text = markdown(comparison.folder.name, result)
     files.write_text(comparison.folder / "compare.json", json.dumps(result, indent=2, allow_nan=False) + "\n")
     files.write_text(comparison.folder / "compare.md", text)

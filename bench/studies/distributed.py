@@ -29,7 +29,7 @@ PARTS = {"auc": (1, 2, 4), "bytes": (2, 4), "step": (2,), "memory": (2,)}
 
 
 def on_processes(world: int, part: str, options: argparse.Namespace) -> dict:
-    """Run ``bench.studies.distributed_ranks`` on this number of processes and return its result."""
+    """Runs ``bench.studies.distributed_ranks`` on this number of processes and returns its result."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "-m"]

@@ -44,7 +44,7 @@ class CollectiveCounter:
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
-        """Count the collectives of torch.distributed in the block; DDP's, in C++, are not counted."""
+        """Counts the collectives of torch.distributed in the block; DDP's, in C++, are not counted."""
         own = {name: getattr(dist, name) for name in ("all_to_all_single", "all_gather", "all_reduce")}
         for name, function in own.items():
             setattr(dist, name, self._counted(name, function))

@@ -103,7 +103,7 @@ class MovieLens(Rows):
         self.features.append(Feature(HISTORY, rows[HISTORY], pooling="mean", shared=True))
 
     def batch_of(self, rows: slice) -> Batch:
-        """Make the batch of these rows."""
+        """Makes the batch of these rows."""
         data = self.prepared
         ids = data.ids[:, rows].ravel()
         movie = data.movie[rows]
@@ -143,14 +143,14 @@ def _read(source: Source, progress: bool) -> Prepared:
         bar.update()
     if prepared.train_rows == len(ratings):
         raise DataError(
-            f"{source.ratings.path} has {len(ratings)} ratings, none of them for the test: needed is a user with "
-            f"{TEST_SHARE} ratings or more, not all in the same second"
+            f"{source.ratings.path} has {len(ratings)} ratings, none of them for the test: at least one user "
+            f"needs {TEST_SHARE} ratings or more, not all in the same second"
         )
     return prepared
 
 
 def build(ratings: pd.DataFrame, movies: pd.DataFrame, users: pd.DataFrame | None) -> Prepared:
-    """Convert the frames of ``movielens_reader`` to arrays, independent of the order of their rows."""
+    """Converts the frames of ``movielens_reader`` to arrays, independent of the order of their rows."""
     test = _is_test(ratings["user"].to_numpy(), ratings["timestamp"].to_numpy())
     order = np.lexsort((ratings["movie"], ratings["user"], ratings["timestamp"], test))
     rows, train_rows = ratings.iloc[order], len(ratings) - int(test.sum())

@@ -128,7 +128,7 @@ def find(path: Path) -> Source:
     movies, users = (_beside(ratings, what) for what in (layout.movies, layout.users))
     if movies is None:
         missing = _sibling(ratings, layout.movies[0])
-        raise DataError(f"{missing} does not exist: {ratings.name} goes with {missing.name} in the same folder")
+        raise DataError(f"{missing} does not exist: {ratings.name} needs {missing.name} in the same folder")
     return Source(File(ratings, layout.ratings[1]), movies, users)
 
 
@@ -193,7 +193,7 @@ def _read(file: File) -> pa.Table:
 
 
 def _explain(file: File, error: Exception) -> DataError:
-    """Find the error in a file of ratings by reading it again line by line."""
+    """Finds the error in a file of ratings by reading it again line by line."""
     try:
         for line, record in _records(file, RATINGS):
             for name in ("user", "movie"):
@@ -230,7 +230,7 @@ def _flagged(file: File, line: int, record: dict[str, str]) -> tuple[str, ...]:
 
 
 def _genres(text: str, separator: str) -> tuple[str, ...]:
-    """Split genres at "|", or at spaces in tab-separated files."""
+    """Splits genres at "|", or at spaces in tab-separated files."""
     if text == NO_GENRES:
         return (text,)
     return tuple(text.split() if separator == "\t" else filter(None, text.split("|")))
@@ -260,7 +260,7 @@ def _unique(file: File, key: str, needed: tuple[str, ...]) -> Iterator[tuple[int
     for line, record in _records(file, needed):
         value = _whole(file, line, key, record[key])
         if value in lines:
-            raise DataError(f"{file.path}, line {line}: {key} {value} is there already, in line {lines[value]}")
+            raise DataError(f"{file.path}, line {line}: {key} {value} is already in line {lines[value]}")
         lines[value] = line
         yield line, record
 
@@ -279,7 +279,7 @@ def _columns(file: File, needed: tuple[str, ...]) -> list[str]:
     if not set(needed) <= set(columns) or len(set(columns)) < len(columns):
         written = {name: " or ".join(own for own, to in NAMES.items() if to == name) or name for name in needed}
         raise DataError(
-            f"{file.path}, line 1: columns are {_shown(header)}, needed are, once each, {', '.join(written.values())}"
+            f"{file.path}, line 1: columns are {_shown(header)}, must include, once each, {', '.join(written.values())}"
         )
     return columns
 

@@ -84,7 +84,7 @@ def listing() -> str:
 
 
 def run(request: Request) -> dict:
-    """Train the missing runs, write the page after every experiment, and return ``results.json``.
+    """Trains the missing runs, writes the page after every experiment, and returns ``results.json``.
 
     A failed experiment is listed on the page; the others continue.
 
@@ -108,7 +108,7 @@ def run(request: Request) -> dict:
 
 
 def _write(request: Request, states: dict[str, dict]) -> dict:
-    """Write ``results.json`` atomically, then the page; returns the results."""
+    """Writes ``results.json`` atomically, then the page; returns the results."""
     results = gather(request, states)
     files.write_text(request.folder / RESULTS, json.dumps(results, indent=2, allow_nan=False) + "\n")
     reproduce_report.write(request.folder, results)
@@ -121,7 +121,7 @@ def _clocks() -> dict[str, float]:
 
 
 def _attempt(request: Request, experiment: Experiment) -> dict:
-    """Train a comparison and write its files and pictures; returns its state."""
+    """Trains a comparison and writes its files and pictures; returns its state."""
     if experiment.needs_path and request.movielens is None:
         if _result(request, experiment) is not None:  # of an earlier call with the path
             return {"status": DONE}
@@ -186,7 +186,7 @@ def _result(request: Request, experiment: Experiment) -> dict | None:
 
 
 def _machine() -> dict:
-    """Describe this machine and its packages."""
+    """Describes this machine and its packages."""
     versions = devices.versions()
     packages = {package: versions[package] for package in ("rec_kernels", "torch")}
     return {"cpu": devices.cpu_model(), "cores": os.cpu_count(), "threads": torch.get_num_threads()} | packages

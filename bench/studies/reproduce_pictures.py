@@ -19,7 +19,7 @@ ROW = 0.27  # inches
 
 
 def claims(entries: Sequence[dict]) -> Figure | None:
-    """Draw every measured claim: value, 95 % interval, bound, and the seeds required if it is undecided.
+    """Draws every measured claim: value, 95 % interval, bound, and the seeds required if it is undecided.
 
     Args:
         entries: those of ``results.json``, with "name" and "claims".
@@ -63,7 +63,7 @@ def _draw_claims(axes: Axes, rows: list[tuple[str, dict]]) -> None:
 
 
 def quality_over_bytes(entries: Sequence[dict]) -> Figure | None:
-    """Draw the AUC lost by every configuration over its fraction of the reference's bytes.
+    """Draws the AUC lost by every configuration over its fraction of the reference's bytes.
 
     The figure has the experiments on the default model and data that change the bytes; configurations on the Pareto
     front are named.
@@ -95,7 +95,7 @@ def quality_over_bytes(entries: Sequence[dict]) -> Figure | None:
 
 
 def _name_above(axes: Axes, points: Sequence[tuple[str, float]]) -> None:
-    """Put names along the upper edge; of neighbours that are too close, the smaller is kept."""
+    """Puts names along the upper edge; of neighbours that are too close, the smaller is kept."""
     last = 0.0
     for name, x in points:
         axes.axvline(x, color="gray", linewidth=0.6, linestyle=":")
@@ -137,7 +137,7 @@ def _frontier(points: Sequence[tuple[str, float, float, float]]) -> list[tuple[s
 
 
 def speed(result: dict) -> Figure:
-    """Draw examples per second of every configuration: mean, 95 % interval, and ratio to the reference.
+    """Draws examples per second of every configuration: mean, 95 % interval, and ratio to the reference.
 
     The times are the mean over the seeds, as in the claims.
     """

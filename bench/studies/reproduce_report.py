@@ -44,7 +44,7 @@ Part = str | Table | Picture | Code
 
 
 def write(folder: Path, results: dict) -> None:
-    """Write ``report.md``, ``report.html`` and the pictures of all experiments; those of each are there already.
+    """Writes ``report.md``, ``report.html`` and the pictures across experiments; each experiment's own already exist.
 
     Args:
         folder: of the page.

@@ -77,7 +77,7 @@ def _of_tables(
 
 
 class _Traffic(TorchDispatchMode):
-    """Sum the bytes of inputs and outputs of operations, except views."""
+    """Sums the bytes of inputs and outputs of operations, except views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def _of_layers(model: DLRM, batch: Batch) -> int:
 
 @functools.cache
 def limits(threads: int, dtype: torch.dtype) -> dict[str, float]:
-    """Measure bytes per second of a copy of 64 MiB (read and written) and FLOP/s of a matrix product of ``dtype``.
+    """Measures bytes per second of a copy of 64 MiB (read and written) and FLOP/s of a matrix product of ``dtype``.
 
     The fastest of five turns counts, about 0.1 s in all.
     """
@@ -146,7 +146,10 @@ def profile(run: Path, data: DataSet | None = None) -> dict:
     if not test:
         raise DataError(f"{run} is not finished: a profile needs a run that was tested")
     if test[-1].get("device", "cpu") != "cpu":
-        raise DataError(f"{run} has run on {test[-1]['device']}, whose times of parts are the host's: train on the CPU")
+        raise DataError(
+            f"{run} was trained on {test[-1]['device']}, where only the host's part of each time is known: train on "
+            "the CPU"
+        )
     config = dataclasses.replace(config, device="cpu")
     reader = Reader(config, data, run)
     step = last_step(reader, config)
@@ -194,7 +197,7 @@ def beside_limits(model: DLRM, step: Sequence[Batch], train: Sequence[dict], flo
 
 
 def markdown(profile: dict) -> str:
-    """Format a profile as text."""
+    """Formats a profile as text."""
     rows = [("part", "ms", "MB", "MFLOP", "ms at the limits", "share")]
     for part, cost in profile["parts"].items():
         ms, least = (f"{1000 * cost[key]:.3f}" for key in ("seconds", "least_seconds"))

@@ -53,7 +53,7 @@ class StubCollection(nn.Module):
     """A stub collection for models with their own tables."""
 
     def check(self) -> None:
-        """Do nothing: torch reports errors immediately."""
+        """Does nothing: torch reports errors immediately."""
 
 
 class TorchDLRM(DLRM):
@@ -169,7 +169,7 @@ class ConvertingReader:
         self.name, self.num_rows = data.name, data.num_rows
 
     def batches(self, split: str, batch_size: int) -> Iterator[Batch]:
-        """Yield the converted batches of a split."""
+        """Yields the converted batches of a split."""
         return map(self.change, self.data.batches(split, batch_size))
 
 
@@ -182,7 +182,7 @@ CHANGES: dict[str, Callable[[Batch], Batch]] = {
 
 
 def run(implementation: str, config: TrainConfig, data: CompleteJourney) -> dict:
-    """Train and test an implementation; returns its scores and the training speed, including reading."""
+    """Trains and tests an implementation; returns its scores and the training speed, including reading."""
     model = IMPLEMENTATIONS[implementation](
         data.features, data.num_dense, embedding_dim=config.embedding_dim, seed=config.seed
     )
@@ -207,9 +207,7 @@ def read_finished(path: Path, settings: dict) -> list[dict]:
         return []
     found = json.loads(path.read_text())
     if found["settings"] != settings:
-        raise SystemExit(
-            f"error: {path} holds runs with {found['settings']}, asked for {settings}: choose another --output"
-        )
+        raise SystemExit(f"error: {path} holds runs with {found['settings']}, not {settings}: choose another --output")
     return found["runs"]
 
 

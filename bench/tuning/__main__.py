@@ -41,7 +41,7 @@ def arguments() -> argparse.Namespace:
     )
     args = parser.parse_args()
     if args.quick and args.output is None:
-        parser.error("--quick needs --output: its figures are no results")
+        parser.error("--quick needs --output, because its figures are not results")
     if args.threads:
         torch.set_num_threads(args.threads)
     args.output = args.output or RESULTS / f"tuning-{torch.get_num_threads()}threads.json"
@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
 
 
 def measured_points(args: argparse.Namespace) -> dict[str, object]:
-    """``measured`` of the points that the command line asks for."""
+    """Measures the points that the command line selects."""
     effort = QUICK if args.quick else FULL
     todo = [p for p in points(args.quick) if not args.sweep or p.sweep in ("base", *args.sweep)]
     run = Run(todo, effort, measure.Tables())

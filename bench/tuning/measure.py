@@ -1,4 +1,4 @@
-"""Measures the points: ours and FBGEMM in turns, and the bare loops and rows whose rates the cost model starts from."""
+"""Measures the points, ours and FBGEMM in turns, and the rates of bare loops and row codecs for the cost model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FULL, QUICK = Effort(0.06, 2, 5), Effort(0.002, 1, 1)
 
 
 class Tables:
-    """The tables of the point that is measured, ours and FBGEMM's; built anew where the next point needs others.
+    """The tables of the current point, ours and FBGEMM's; rebuilt when the next point needs others.
 
     Args:
         alone: leave FBGEMM out.
@@ -54,7 +54,7 @@ class Tables:
         self._built: dict[str, object] = {}
 
     def at(self, point: Point) -> dict[str, object]:
-        """Name -> implementation (bench/peers.py), looking up bags of the point's length."""
+        """Returns name -> implementation (bench/peers.py) for bags of the point's length."""
         w = point.workload
         key = (w.tables, w.rows, w.dim, point.format)
         if key != self._key:
@@ -85,7 +85,7 @@ def batches_of(point: Point) -> int:
 
 
 def measure_point(subject: Subject, built: dict[str, object], effort: Effort, first: int) -> dict[str, dict]:
-    """Direction -> implementation -> seconds of its calls."""
+    """Measures a point: direction -> implementation -> seconds of its calls."""
     found = {}
     for direction in DIRECTIONS:
         with torch.set_grad_enabled(direction == "step"):

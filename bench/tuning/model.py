@@ -1,4 +1,4 @@
-"""The cost model: bytes over measured rates, and a few prices and two sizes fitted to a handful of points.
+"""The cost model: bytes over measured rates, plus a few costs and two sizes fitted to a handful of points.
 
 docs/tuning.md explains it; a user can calculate with it by hand.
 """
@@ -24,7 +24,7 @@ CACHES, NEAR = (0.0, *(2.0**k for k in range(20, 28))), tuple(2.0**k for k in ra
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates that the bare loops of the same run reached (bench/tuning/measure.py).
+    """Rates of the bare loops in the same run (bench/tuning/measure.py).
 
     Args:
         gather, cached, stream, update: GB/s.
@@ -62,7 +62,7 @@ class Load:
 
     @classmethod
     def of_point(cls, point: Point, row: dict) -> Load:
-        """A point of a file, which has its "unique_rows" and "cycle_rows"."""
+        """Makes the load of a file's point, which has "unique_rows" and "cycle_rows"."""
         rows = {name: row[name] for name in ("unique_rows", "cycle_rows")}
         w, sizes = point.workload, {"ids": point.num_ids, "bags": point.num_bags, "row_bytes": point.row_bytes}
         return cls(**sizes, tables=w.tables, dim=w.dim, **rows, format=point.format)
@@ -78,18 +78,18 @@ class Load:
         return ID_BYTES * self.ids + OFFSET_BYTES * (self.bags + 1)
 
     def from_memory(self, bytes_of_row: float, caches: float) -> float:
-        """Distinct rows of a batch that are in no cache when the call begins."""
+        """Distinct rows of a batch that are not cached when the call begins."""
         return self.unique_rows * (1 - min(1.0, caches / (self.cycle_rows * bytes_of_row)))
 
     def gradient_reach(self) -> float:
-        """Bytes of the pages that a table's gradient is spread over; its bags are a whole sample's columns apart."""
+        """Bytes of the pages that a table's gradient spans; the stride of its bags is a sample's columns."""
         own, sample = FLOAT_BYTES * self.dim, FLOAT_BYTES * self.dim * self.tables
         return self.bags / self.tables * min(sample, max(PAGE_BYTES, own))
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Nanoseconds of one direction.
+    """Nanoseconds of one direction, by part.
 
     Args:
         known: from bytes and rates, part by part.
@@ -105,7 +105,7 @@ class Cost:
 
 
 def lookup_cost(load: Load, rates: Rates, caches: float) -> Cost:
-    """A lookup. Each distinct row comes from memory at most once; every further id finds it in a cache."""
+    """Cost of a lookup. Each distinct row comes from memory at most once; later ids find it in a cache."""
     line = line_bytes(load.row_bytes)
     rows = load.from_memory(line, caches)
     known = {"rows from memory": rows * line / rates.gather, "ids, offsets": load.index_bytes / rates.stream}
@@ -119,7 +119,7 @@ def lookup_cost(load: Load, rates: Rates, caches: float) -> Cost:
 
 
 def backward_cost(load: Load, rates: Rates, caches: float, near: float) -> Cost:
-    """A step after its lookup: gradients are gathered in the rows' order, distinct rows read, updated and written."""
+    """Cost of a step after its lookup: gathers gradients in row order; reads, updates and writes distinct rows."""
     line = line_bytes(load.row_bytes) + LINE_BYTES  # a row's state is 4 bytes, and brings its cache line along
     gathered = FLOAT_BYTES * load.ids * load.dim
     far = 1 - min(1.0, near / load.gradient_reach())
@@ -135,7 +135,7 @@ def backward_cost(load: Load, rates: Rates, caches: float, near: float) -> Cost:
 
 @dataclass(frozen=True)
 class Model:
-    """A machine's model.
+    """The fitted model of a machine.
 
     Args:
         rates: measured.
@@ -151,7 +151,7 @@ class Model:
     backward: dict[str, float]
 
     def ns(self, direction: str, load: Load) -> float:
-        """Predicted nanoseconds of a call: a lookup ("forward"), or with what follows it ("step")."""
+        """Predicts the nanoseconds of a lookup ("forward") or of a whole step ("step")."""
         found = lookup_cost(load, self.rates, self.caches).total(self.lookup)
         if direction == "forward":
             return found
@@ -159,7 +159,7 @@ class Model:
 
 
 def fit(costs: Sequence[Cost], measured: Sequence[float]) -> dict[str, float]:
-    """The prices, none below 0, that make the squares of the relative errors least; 0 if none of the points pays.
+    """Least-squares fit of non-negative prices to relative errors; a price that no point pays is 0.
 
     Args:
         costs: of at least as many points as there are prices.
@@ -182,7 +182,7 @@ def fit(costs: Sequence[Cost], measured: Sequence[float]) -> dict[str, float]:
 
 
 def _best(tried: dict[float, list[Cost]], measured: Sequence[float]) -> tuple[float, dict[str, float]]:
-    """The size, and its prices, with the least squares of relative errors; ``tried``: size -> costs of the points."""
+    """The size with the least squared relative errors, and its prices; ``tried``: size -> costs of the points."""
     found = []
     for size, costs in tried.items():
         prices = fit(costs, measured)
@@ -192,7 +192,7 @@ def _best(tried: dict[float, list[Cost]], measured: Sequence[float]) -> tuple[fl
 
 
 def fit_model(rates: Rates, loads: Sequence[Load], forward: Sequence[float], step: Sequence[float]) -> Model:
-    """The model of a machine.
+    """Fits the model of a machine.
 
     Args:
         rates: of the bare loops.
@@ -211,7 +211,7 @@ def fit_model(rates: Rates, loads: Sequence[Load], forward: Sequence[float], ste
 
 
 def fit_to(document: dict, rows: Sequence[dict]) -> Model:
-    """The model with a file's rates, fitted to ``rows`` of its points."""
+    """Fits a model with a file's rates to ``rows`` of its points."""
     loads = [Load.of_point(Point.read(row), row) for row in rows]
     measured = ([row[d]["ours"]["ms"] * 1e6 for row in rows] for d in ("forward", "step"))
     return fit_model(Rates(**document["rates"]), loads, *measured)
@@ -225,7 +225,7 @@ def calibration(rows: Sequence[dict]) -> list[dict]:
 
 
 def add_model(document: dict) -> None:
-    """Fits, and writes prices, each point's prediction and the errors into the document of a run.
+    """Fits the model, and adds prices, each point's prediction and the errors to the document of a run.
 
     Args:
         document: "rates" and "points", each with "unique_rows", "cycle_rows" and the medians "forward" and "step".
@@ -244,7 +244,7 @@ def add_model(document: dict) -> None:
 
 
 def errors(rows: Sequence[dict]) -> dict[str, dict[str, float]]:
-    """Mean absolute relative error: of each sweep, of the points that were fitted, of the others, of all."""
+    """Mean absolute relative errors of each sweep, of fitted points, of the others, and of all."""
     groups = {row["sweep"]: [r for r in rows if r["sweep"] == row["sweep"]] for row in rows if row["sweep"] != "base"}
     groups["points fitted to"] = [r for r in rows if r["model"]["fitted"]]
     groups["other points"] = [r for r in rows if not r["model"]["fitted"]]

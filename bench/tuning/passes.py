@@ -1,4 +1,4 @@
-"""Passes over points: what they find, and the document that holds it."""
+"""Passes over the points, and the document of their results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.tuning.points import Point, moved
 
 
 class Run:
-    """Passes over the points, and what they have found so far."""
+    """Passes over the points, and their results so far."""
 
     def __init__(self, todo: list[Point], effort: Effort, tables: measure.Tables) -> None:
         self._todo, self._effort, self._tables = todo, effort, tables
@@ -29,7 +29,7 @@ class Run:
         self.passes = 0
 
     def one_pass(self) -> None:
-        """Measures every point once; another implementation goes first than in the pass before."""
+        """Measures every point once; the implementation that goes first differs from the previous pass's."""
         for i, point in enumerate(self._todo):
             self._batches[i] = self._batches[i] or measure.batches_of(point)
             subject, built = Subject(point.workload, self._batches[i]), self._tables.at(point)
@@ -65,7 +65,7 @@ class Run:
 
 
 def _summary(passes: list[list[float]], ours: list[list[float]]) -> dict[str, object]:
-    """Medians over the medians of passes; ratios are taken within a pass, where the machine was the same."""
+    """Medians of the passes' medians; ratios are taken within a pass, under equal conditions."""
     medians = [statistics.median(calls) for calls in passes]
     ratio = statistics.median(a / statistics.median(b) for a, b in zip(medians, ours, strict=True))
     return {
@@ -77,7 +77,7 @@ def _summary(passes: list[list[float]], ours: list[list[float]]) -> dict[str, ob
 
 
 def measured(run: Run, passes: int, limit: float, about: dict[str, object]) -> dict[str, object]:
-    """The document of a run: where it was taken, rates and points.
+    """Makes the document of a run: machine, rates and points.
 
     Args:
         run: one that has not begun.

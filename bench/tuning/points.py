@@ -1,4 +1,4 @@
-"""The sweeps: a base workload, and one parameter at a time moved away from it; and the bytes that a point must move."""
+"""Sweeps of one parameter at a time from a base workload, and the bytes that a point must move."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LINE_BYTES = 64
 
 @dataclass(frozen=True)
 class Point:
-    """A workload in a row format; ``sweep`` names what is moved away from the base, "base" for the base itself."""
+    """A workload in a row format; ``sweep`` names the parameter that differs from the base ("base" for the base)."""
 
     sweep: str
     workload: Workload
@@ -57,7 +57,7 @@ class Point:
 
     @classmethod
     def read(cls, row: dict) -> Point:
-        """The reverse of ``about``."""
+        """Makes a point from ``about()``'s fields."""
         sizes = {name: row[name] for name in ("tables", "batch", "rows", "dim", "bag", "zipf")}
         return cls(row["sweep"], Workload(row["sweep"], **sizes), row["format"])
 

@@ -1,4 +1,4 @@
-"""Writes the tables in markdown, the parts of docs/tuning.md, and the links to the pictures."""
+"""Writes tables in Markdown, the generated parts of docs/tuning.md, and links to the pictures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def label(point: Point) -> str:
 
 
 def curves(document: dict, direction: str) -> str:
-    """The measured points of a direction beside the model and FBGEMM."""
+    """A table of a direction's measured points, with the model and FBGEMM."""
     lines = []
     for row in document["points"]:
         ours, moved, found = row[direction]["ours"], row["bytes"][direction], row["model"][direction]
@@ -116,7 +116,7 @@ def parts(document: dict, file: str, pictures: dict[str, str]) -> dict[str, str]
 
 
 def page_with(text: str, document: dict, page: Path, file: Path) -> str:
-    """The text of a page, its parts made anew.
+    """The text of a page with its generated parts replaced.
 
     Raises:
         ValueError: it has another part, or none.
@@ -127,7 +127,7 @@ def page_with(text: str, document: dict, page: Path, file: Path) -> str:
     named = [match[2] for match in PART.finditer(text)]
     if sorted(named) != sorted(made):
         raise ValueError(
-            f"{page} must have the generated parts {', '.join(made)}, and has {', '.join(named) or 'none'}"
+            f"{page} must have the generated parts {', '.join(made)}, but has {', '.join(named) or 'none'}"
         )
     return PART.sub(lambda match: match[1] + made[match[2]] + match[3], text)
 
