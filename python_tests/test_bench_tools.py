@@ -265,7 +265,7 @@ def test_files_are_read(tmp_path: Path) -> None:
             figures.load(written(tmp_path / "other.json", other))
     for text in ("not JSON", ""):
         (tmp_path / "text.json").write_text(text)
-        with pytest.raises(FiguresError, match=r"text\.json: no JSON file"):
+        with pytest.raises(FiguresError, match=r"text\.json: not a JSON file"):
             figures.load(str(tmp_path / "text.json"))
     for other in (
         {"machine": {}, "points": []},

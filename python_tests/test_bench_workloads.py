@@ -145,7 +145,7 @@ def test_hot_rows_stay_and_cold_rows_change() -> None:
 
 def test_tables_too_small_for_their_batch() -> None:
     """The error has the numbers."""
-    with pytest.raises(ValueError, match=r"ids = 1000 name \d+ rows, and the table has 20"):
+    with pytest.raises(ValueError, match=r"ids = 1000 name \d+ rows, but the table has 20"):
         reused_ids(REUSE_2021, 1000, np.arange(20), np.random.default_rng(0))
 
 

@@ -22,7 +22,7 @@ def config(name: str = "t", features=("a",), **options) -> rk.EmbeddingBagConfig
 def test_compressions_for_bags(compression) -> None:
     """Sequence lookups reject compressions that need pooling, with either config class."""
     rk.EmbeddingBagCollection([config(compression=compression)])
-    message = re.escape(f"table 't': compression must not be {compression}: these lookups are not pooled")
+    message = re.escape(f"table 't': compression = {compression} must be None or have compose 'per_id'")
     with pytest.raises(ValueError, match=message):
         rk.EmbeddingCollection([config(compression=compression)])
 

@@ -195,7 +195,7 @@ def test_inference_errors() -> None:
     remapping, wide = torch.arange(20, dtype=torch.int32), inference("INT8")
     wide.scale_bias_size_in_bytes = 8
     for module, message in (
-        (inference("INT2"), "theirs: table 'a': its rows are INT2, and must be one of INT8, INT4, FP16, FP32: rk.dequ"),
+        (inference("INT2"), "theirs: table 'a': its rows are INT2, but must be one of INT8, INT4, FP16, FP32; rk.dequ"),
         (inference("INT8", index_remapping=[remapping, remapping]), "theirs: its rows are pruned: ids are remapped"),
         (wide, "theirs: scale_bias_size_in_bytes must be 4, got 8"),
     ):
@@ -265,9 +265,9 @@ def test_rows_only() -> None:
 def test_errors() -> None:
     """Optimizers without a counterpart, unsupported options, and mismatched tables are rejected."""
     theirs = fbgemm("EXACT_ADAGRAD")
-    with pytest.raises(ValueError, match=r"ours is trained by SGD\(.*\), and theirs by FBGEMM's EXACT_ADAGRAD, whose"):
+    with pytest.raises(ValueError, match=r"ours is trained by SGD\(.*\), but theirs by FBGEMM's EXACT_ADAGRAD: use"):
         rk.convert_embeddings(theirs, optimizer=rk.SGD())
-    with pytest.raises(TypeError, match=r"trained_by must be None or \[\]: FBGEMM's tables have"):
+    with pytest.raises(TypeError, match=r"trained_by must be None or \[\]: FBGEMM's tables include"):
         rk.convert_embeddings(theirs, trained_by=torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
     with pytest.raises(ValueError, match="theirs: FBGEMM's LARS_SGD has no counterpart here, only EXACT_SGD, "):
         rk.convert_embeddings(fbgemm("LARS_SGD", on_device=True))
@@ -280,8 +280,8 @@ def test_errors() -> None:
     ours: Any = rk.convert_embeddings(theirs)
     wrong = rk.EmbeddingBagCollection(list(reversed(ours.tables)), optimizer=ours.optimizer)
     before = {n: t.clone() for n, t in wrong.state_dict().items()}
-    with pytest.raises(ValueError, match=r"table 't2' has \[5, 4\] numbers, and theirs \[30, 8\]"):
+    with pytest.raises(ValueError, match=r"table 't2' is \[5, 4\], but theirs is \[30, 8\]"):
         rk.import_tables(wrong, theirs)
-    with pytest.raises(ValueError, match=r"table 't2' has \[5, 4\] numbers, and theirs \[30, 8\]"):
+    with pytest.raises(ValueError, match=r"table 't2' is \[5, 4\], but theirs is \[30, 8\]"):
         rk.export_tables(wrong, theirs)
     assert same_bits(before, wrong.state_dict())

@@ -154,7 +154,7 @@ def test_formats_and_caches() -> None:
             TypeError,
             "ours must be an rk.EmbeddingBagCollection, .*got Linear",
         ),
-        (lambda c: c.update(ours=rk.EmbeddingBag(30, 8)), ValueError, "has no option of a table, so its weight is"),
+        (lambda c: c.update(ours=rk.EmbeddingBag(30, 8)), ValueError, "has no table options, so its weight is"),
         (
             lambda c: c.update(ours=rk.EmbeddingBag(30, 8, optimizer=rk.SGD(), compression=rk.Hash(9))),
             ValueError,
@@ -163,17 +163,17 @@ def test_formats_and_caches() -> None:
         (
             lambda c: c.update(ours=rk.EmbeddingBag(31, 8, optimizer=rk.Adagrad())),
             ValueError,
-            r"table 'weight' has \[31, 8\] numbers, and theirs \[30, 8\]",
+            r"table 'weight' is \[31, 8\], but theirs is \[30, 8\]",
         ),
         (
             lambda c: c.update(ours=rk.EmbeddingBag(30, 8, optimizer=rk.RowwiseAdagrad())),
             ValueError,
-            r"ours is trained by RowwiseAdagrad\(.*\), and theirs by Adagrad, whose state rk.Adagrad has",
+            r"ours is trained by RowwiseAdagrad\(.*\), but theirs by Adagrad: use rk.Adagrad",
         ),
         (
             lambda c: c.update(ours=rk.EmbeddingBag(30, 8, cache=None, seed=3)),
             ValueError,
-            "ours has no fused optimizer, which could take up the state of Adagrad",
+            "ours has no fused optimizer for the state of Adagrad",
         ),
         (
             lambda c: c.update(trained_by=torch.optim.RMSprop(c["theirs"].parameters())),
@@ -183,7 +183,7 @@ def test_formats_and_caches() -> None:
         (
             lambda c: c.update(trained_by=torch.optim.SGD(nn.Linear(2, 2).parameters())),
             ValueError,
-            "trained_by has no parameter that is the weight of table 'weight'",
+            "trained_by does not have the weight of table 'weight'",
         ),
         (
             lambda c: c.update(trained_by=[c["trained_by"], type(c["trained_by"])(c["theirs"].parameters())]),
@@ -223,17 +223,17 @@ def test_errors_of_several_tables() -> None:
     layers["item"](ids_of(0, 12)).sum().backward()
     adam.step()
     with pytest.raises(
-        ValueError, match=r"step must be one number, as a collection has one, got \{'user': 0, 'item': 1"
+        ValueError, match=r"step must be the same for all tables of a collection, got \{'user': 0, 'item': 1"
     ):
         rk.import_tables(ours, layers, trained_by=adam)
     mixed = [
         torch.optim.SGD([layers["user"].weight]),
         torch.optim.SparseAdam([layers[n].weight for n in ("item", "shop")]),
     ]
-    text = r"table 'user' of ours is trained by Adam\(.*\), and theirs by SGD, whose state rk\.SGD has"
+    text = r"table 'user' of ours is trained by Adam\(.*\), but theirs by SGD: use rk\.SGD"
     with pytest.raises(ValueError, match=text):
         rk.import_tables(ours, layers, trained_by=mixed)
-    with pytest.raises(ValueError, match="ours has 3 tables, user, item, shop, and theirs 2"):
+    with pytest.raises(ValueError, match="ours has 3 tables, user, item, shop, but theirs has 2"):
         rk.import_tables(ours, {n: layers[n] for n in ("user", "item")})
     with pytest.raises(ValueError, match="theirs has no table 'shop' of ours, only user, item, store"):
         rk.import_tables(ours, {"user": layers["user"], "item": layers["item"], "store": layers["shop"]})
@@ -287,7 +287,7 @@ def test_errors_of_layers() -> None:
         rk.convert_embeddings(nn.Embedding(9, 4, max_norm=1.0))
     with pytest.raises(ValueError, match=r"theirs: table .weight.: weight must be .* got \[9, 4\] torch\.float64"):
         rk.convert_embeddings(nn.Embedding(9, 4, dtype=torch.float64))
-    with pytest.raises(ValueError, match="rows of format int8 are trained by fused optimizers only"):
+    with pytest.raises(ValueError, match="rows of format int8 can only be trained by fused optimizers"):
         rk.convert_embeddings(nn.Embedding(9, 4, dtype=torch.float16), format="int8")
     with pytest.raises(TypeError, match="theirs must be one module, got several: rk"):
         rk.convert_embeddings(nn.ModuleDict({"a": nn.Embedding(9, 4)}))
@@ -322,7 +322,7 @@ def test_state_without_a_place_is_not_lost() -> None:
     for function in (rk.import_tables, rk.export_tables):
         with pytest.raises(ValueError, match="table 'weight': momentum_buffer of SGD has no counterpart"):
             function(ours, theirs, trained_by=optimizer)
-    with pytest.raises(ValueError, match="Own may have formulas of its own: give optimizer="):
+    with pytest.raises(ValueError, match="Own may have its own formulas: pass the optimizer"):
         rk.convert_embeddings(theirs, trained_by=Own(theirs.parameters()))
     rk.convert_embeddings(theirs, trained_by=Own(theirs.parameters()), optimizer=rk.SGD())
 

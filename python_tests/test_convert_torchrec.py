@@ -169,7 +169,7 @@ def test_fused(name: str) -> None:
     assert train(lookup(again), range(4, 9)) == losses
     assert same_bits(dict(theirs.state_dict()), dict(again.state_dict()))
     torch.testing.assert_close(train(lookup(ours), range(4, 9)), losses, rtol=1e-5, atol=0)
-    with pytest.raises(TypeError, match=r"trained_by must be None or \[\]: FBGEMM's tables have"):
+    with pytest.raises(TypeError, match=r"trained_by must be None or \[\]: FBGEMM's tables include"):
         rk.import_tables(ours, theirs, trained_by=torch.optim.SGD(theirs.parameters()))
 
 
@@ -219,10 +219,10 @@ def test_quantized(pooled: bool, dtype: torch.dtype) -> None:
         torch.testing.assert_close(found.values(), expected.values(), rtol=0, atol=1e-6)
     else:
         assert all(torch.equal(found[key].values(), rows.values()) for key, rows in expected.items())
-    with pytest.raises(TypeError, match=r"got torchrec\.quant\..*: tables for inference are made anew, by rk.convert_"):
+    with pytest.raises(TypeError, match=r"got torchrec\.quant\..*: convert tables for inference with rk.convert_"):
         rk.export_tables(ours, theirs)
     for option, value in (("format", "fp16"), ("optimizer", rk.SGD())):
-        with pytest.raises(ValueError, match=f"^{option} is an option of tables that train, and these are for inf"):
+        with pytest.raises(ValueError, match=f"^{option} requires tables that can be trained, but these are for inf"):
             rk.convert_embeddings(theirs, **{option: value})
 
 
@@ -279,7 +279,7 @@ def test_weights_of_batches(pooled: bool, is_weighted: bool) -> None:
         else:
             assert all(torch.equal(found[key].values(), rows.values()) for key, rows in expected.items())
         if is_weighted:
-            with pytest.raises(ValueError, match="the batch must have weights, as the collection was made"):
+            with pytest.raises(ValueError, match="the batch must have weights, because the collection was built"):
                 module(plain)
     with pytest.raises(ValueError, match="is_weighted must be True, False or None, got 'no'"):
         type(ours)(ours.tables, is_weighted="no")
@@ -291,7 +291,7 @@ def test_errors() -> None:
         rk.convert_embeddings(collection_of(pooled=False, need_indices=True))
     theirs = collection_of()
     half = torch.optim.SGD([theirs.embedding_bags["user"].weight], lr=0.1)
-    with pytest.raises(ValueError, match="trained_by has no parameter that is the weight of table 'item'"):
+    with pytest.raises(ValueError, match="trained_by does not have the weight of table 'item'"):
         rk.convert_embeddings(theirs, trained_by=half)
     theirs.embedding_bag_configs()[1].num_embeddings_post_pruning = 5
     with pytest.raises(ValueError, match=r"theirs: table .item.: num_embeddings_post_pruning must be left"):

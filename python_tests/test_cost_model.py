@@ -90,8 +90,8 @@ def test_files_that_do_not_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     run = written(tmp_path / "run.json", of_run({"forward": 1e6}, FEATURES, cpu="none", threads=4))
     for given, message in (
         ([run], "run.json: not written by python -m bench.tuning"),
-        ([written(tmp_path / "few.json", few)], "few.json: 7 float32 workloads, at least 9 are needed"),
-        ([good, "--held-out", run], "run.json: threads is 4, and 2 in the file that the model is fitted to"),
+        ([written(tmp_path / "few.json", few)], "few.json: 7 float32 workloads, needs at least 9"),
+        ([good, "--held-out", run], "run.json: threads is 4, but 2 in the file that the model is fitted to"),
     ):
         with pytest.raises(SystemExit, match=message):
             run_main(monkeypatch, *given)
@@ -143,7 +143,7 @@ def test_page_has_what_was_held_out() -> None:
     others = cost_model.read_held_out([str(RECORDED / "embedding_bag-workloads-2threads-xeon.json")], found)
     fitted = model.fit_to(found, model.calibration(found["points"]))
     assert cost_model.held_out(others, fitted) in PAGE.read_text()
-    with pytest.raises(FiguresError, match="cpu is AMD EPYC, and Intel"):
+    with pytest.raises(FiguresError, match="cpu is AMD EPYC, but Intel"):
         cost_model.read_held_out([str(RECORDED / "embedding_bag-workloads-2threads.json")], found)
 
 

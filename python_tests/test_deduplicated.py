@@ -131,13 +131,13 @@ def test_dropout_and_batch_norm() -> None:
     [
         (
             lambda given: torch.zeros(len(given.values()) + 30),
-            r"a row for each of the 3 distinct samples, got \d+ rows",
+            r"one row for each of the 3 distinct samples, got \d+ rows",
         ),
         (lambda given: (torch.zeros(3, 2), torch.zeros(())), "3 distinct samples, got a tensor without dimensions"),
-        (lambda given: given, "returned a KeyedJaggedTensor, which is of features and not of samples"),
+        (lambda given: given, "returned a KeyedJaggedTensor, which has features instead of one row per sample"),
         (
             lambda given: rk.KeyedJaggedWindows(["a"], *[torch.arange(3)] * 2, torch.zeros(3, dtype=torch.int64)),
-            "returned a KeyedJaggedWindows, which is of features and not of samples",
+            "returned a KeyedJaggedWindows, which has features instead of one row per sample",
         ),
         (lambda given: rk.JaggedTensor(torch.zeros(3), offsets=torch.tensor([0, 3])), "3 distinct samples, got 1 rows"),
     ],

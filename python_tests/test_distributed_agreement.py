@@ -122,9 +122,9 @@ def test_data_that_one_rank_cannot_begin_to_read() -> None:
 def test_settings_of_sharded_collections() -> None:
     """Unknown bounds_check, unsupported options, copies and resets are rejected; valid settings reach the shards."""
     begins = [
-        *["RuntimeError: embedding_bags of ShardedEmbeddingBagCollection cannot be another"] * 2,
-        *["TypeError: a ShardedEmbeddingBagCollection cannot be copied or pickled, as it belongs"] * 3,
-        "RuntimeError: reset_parameters() of ShardedEmbeddingBagCollection: the rows of its tables are drawn once",
+        *["RuntimeError: embedding_bags of ShardedEmbeddingBagCollection cannot be replaced"] * 2,
+        *["TypeError: a ShardedEmbeddingBagCollection cannot be copied or pickled, because it belongs"] * 3,
+        "RuntimeError: reset_parameters() of ShardedEmbeddingBagCollection: the rows of its tables",
     ]
     for (bounds, decay, frozen, *others, different), rate, rule, total in pool(2).run(
         HERE, "settings", Case(optimizer="sgd")
@@ -134,7 +134,7 @@ def test_settings_of_sharded_collections() -> None:
         assert frozen.startswith("RuntimeError: on rank 0, requires_grad of tables was changed inside accumulate()")
         assert all(error.startswith(begin) for error, begin in zip(others, begins, strict=True)), others
         assert different.startswith(
-            "ValueError: bounds_check must be the same on all ranks: rank 0 has 'error', and rank 1 h"
+            "ValueError: bounds_check must be the same on all ranks: rank 0 has 'error', but rank 1 h"
         )
         assert (rate, rule, total) == (0.75, "ignore", 0.0)
 
@@ -160,7 +160,7 @@ def test_states_of_some_tables(plan: str) -> None:
 def test_whole_models_of_fsdp() -> None:
     """FSDP2 of a whole model is rejected unless it ignores ``all_tables``, by which requires_grad_() finds tables."""
     for error, same in pool(2).run(HERE, "whole_fsdp", Case("row_wise", optimizer="sgd")):
-        assert error.startswith("RuntimeError: all_tables cannot be another parameter, as fully_shard() makes of it")
+        assert error.startswith("RuntimeError: all_tables cannot be replaced, as fully_shard() does")
         assert same
 
 

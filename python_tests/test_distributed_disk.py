@@ -108,7 +108,9 @@ def test_collections(tmp_path: Path) -> None:
     """A collection with a file cannot be sharded; one on the meta device opens no file, and takes no memory."""
     case = on_disk(Case(), str(tmp_path))
     ebc = collection(case)
-    with pytest.raises(ValueError, match=r"whose tables are in .*rows cannot be sharded, as each rank has a file"):
+    with pytest.raises(
+        ValueError, match=r"whose tables are in .*rows cannot be sharded, because each rank needs its own file"
+    ):
         rk.distributed.EmbeddingBagCollectionSharder().constraints(ebc)
     ebc.close()
     before = sorted(tmp_path.iterdir())

@@ -265,7 +265,7 @@ def test_other_groups() -> None:
     face = ShardedFusedOptimizer([], groups, [], ebc.lr, ebc.step)
     assert [group["lr"] for group in face.param_groups] == pytest.approx([0.01, 0.3])
     face.load_state_dict(ebc.fused_optimizer.state_dict())
-    with pytest.raises(ValueError, match=r"the state has groups of \[3\] tables, and .* are of \[2, 1\]"):
+    with pytest.raises(ValueError, match=r"the state has parameter groups of \[3\] tables, but .* of \[2, 1\]"):
         face.load_state_dict(collection(Case()).fused_optimizer.state_dict())
     one = collection(Case(rates=(0.1, 0.2, 0.3)))
     face = ShardedFusedOptimizer([], rate_groups(one._features), [], one.lr, one.step)
@@ -273,7 +273,7 @@ def test_other_groups() -> None:
     face.load_state_dict({**state, "param_groups": state["param_groups"][::-1], "tables": state["tables"][::-1]})
     assert [group["lr"] for group in face.param_groups] == pytest.approx([0.1, 0.2, 0.3])
     TorchRecFusedOptimizer(face).save_param_groups(False)
-    with pytest.raises(NotImplementedError, match="learning rates of sharded tables are not in states"):
+    with pytest.raises(NotImplementedError, match="does not have the learning rates of sharded tables"):
         TorchRecFusedOptimizer(face).save_param_groups(True)
 
 

@@ -221,7 +221,7 @@ def test_errors() -> None:
     from torchrec.distributed.planner import ParameterConstraints
 
     with pytest.raises(
-        ValueError, match=r"lengths name \['x'\], which are no features of the model's tables: \['f0'\]"
+        ValueError, match=r"lengths name \['x'\], which are not among the features of the model's tables: \['f0'\]"
     ):
         planned(tables_of([10]), lengths={"x": 3})
     row_wise, columns = (ParameterConstraints(sharding_types=[kind]) for kind in ("row_wise", "column_wise"))
@@ -230,9 +230,9 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match=r"constraints\['t0'\]\.sharding_types = \['column_wise'\] must have one of"):
         planned(tables_of([10]), constraints={"t0": columns})
     both = nn.ModuleDict({"a": tables_of([10]), "b": tables_of([20])})
-    with pytest.raises(ValueError, match=r"tables \['t0'\] of collection 'tables.b' have the names of others"):
+    with pytest.raises(ValueError, match=r"tables \['t0'\] of collection 'tables.b' have the same names as others"):
         planned(both)
-    with pytest.raises(ValueError, match="model must have a collection of a kind that one of the sharders shards"):
+    with pytest.raises(ValueError, match="model must have a collection that one of the sharders can shard"):
         planned(nn.Linear(2, 2))
 
 
@@ -269,7 +269,9 @@ def test_wrong_sharders() -> None:
             rk.distributed.EmbeddingBagCollectionSharder(sharding_types=types)
     ebc, plan = collection(Case(), device="meta"), plan_of(Case(), 2)
     plan["t1"].sharding_spec = None
-    with pytest.raises(ValueError, match="table 't1': the plan has no sharding_spec, whose blocks table_wise needs"):
+    with pytest.raises(
+        ValueError, match="table 't1': the plan must have a sharding_spec with the blocks of table_wise"
+    ):
         shards_from_plan(ebc.tables, ebc.optimizer, plan, 2)
     plan = plan_of(Case(), 2)
     plan["t2"].sharding_spec.shards[0].placement = None

@@ -319,15 +319,15 @@ def test_wrong_plans() -> None:
     ebc, plan = collection(Case(), device="meta"), plan_of(Case(), 3)
     with pytest.raises(ValueError, match=r"the plan must have each of the tables .* got \['t0'\]"):
         shards_from_plan(ebc.tables, ebc.optimizer, {"t0": plan["t0"]}, 3)
-    with pytest.raises(ValueError, match="table 't1': the plan has rank 2, and there are 2 ranks"):
+    with pytest.raises(ValueError, match="table 't1': the plan has rank 2, but there are only 2 ranks"):
         shards_from_plan(ebc.tables, ebc.optimizer, plan, 2)
     plan["t0"].sharding_spec.shards[0].shard_sizes[0] -= 1
-    with pytest.raises(ValueError, match="table 't0': the plan's shards must be all of its 100 rows"):
+    with pytest.raises(ValueError, match="table 't0': the plan's shards must cover its 100 rows"):
         shards_from_plan(ebc.tables, ebc.optimizer, plan, 3)
     twice = plan_of(Case("grid_shard"), 2)
     blocks = twice["t1"].sharding_spec.shards  # by rows, then columns; 57 rows are 29 and 28
     blocks[2].shard_offsets[0], blocks[2].shard_sizes[0] = 28, 28
-    with pytest.raises(ValueError, match="table 't1': the plan's shards must be all of its 57 rows"):
+    with pytest.raises(ValueError, match="table 't1': the plan's shards must cover its 57 rows"):
         shards_from_plan(ebc.tables, ebc.optimizer, twice, 2)
 
 
@@ -339,7 +339,7 @@ WRONG_BATCHES = [
     ),
     ((IDS, torch.tensor([0, 2, 1]), None), r"offsets\[2\] = 1 \(feature 'b', bag 0\) is below"),
     ((IDS, torch.tensor([0, 1, 4]), None), "offsets"),
-    ((IDS, torch.tensor([0, 1]), None), "offsets must have a bag for each of 2 features .* got 2 elements"),
+    ((IDS, torch.tensor([0, 1]), None), "offsets must have one element more than .* of 2 features, got 2 elements"),
     ((IDS, torch.tensor([0, 1, 3]), torch.ones(2)), "weights must have values' shape"),
     ((IDS, torch.tensor([0, 1, 3]), torch.ones(3, dtype=torch.int64)), "weights must be floating-point"),
 ]

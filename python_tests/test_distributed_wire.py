@@ -33,7 +33,7 @@ def test_numbers_of_the_format(plan: str, rounding: str) -> None:
     """Values that the format represents are not rounded: one process's bits."""
     wire = Wire("bf16", "bf16", rounding)
     if rounding == "stochastic" and "data_parallel" in PLANS[plan]:
-        with pytest.raises(WorkerError, match="replicas of data_parallel tables would not stay equal"):
+        with pytest.raises(WorkerError, match="replicas of data_parallel tables would diverge"):
             pool(2).run(HERE, "in_bf16", Case(plan, "bf16", "sgd", wire=wire))
         return
     # bfloat16 rows of SGD with updates that are rounded
@@ -248,7 +248,7 @@ def test_refused() -> None:
     for sharder in (rk.distributed.EmbeddingBagCollectionSharder, rk.distributed.EmbeddingCollectionSharder):
         with pytest.raises(ValueError, match=r"wire must be an rk.distributed.Wire or None, got 'int8'"):
             sharder(wire="int8")
-    with pytest.raises(ValueError, match=r'wire.forward = "bf16" cannot be with row_wise="reduce_scatter"'):
+    with pytest.raises(ValueError, match=r'wire.forward = "bf16" cannot be combined with row_wise="reduce_scatter"'):
         rk.distributed.EmbeddingBagCollectionSharder(row_wise="reduce_scatter", wire=Wire("bf16"))
     rk.distributed.EmbeddingBagCollectionSharder(row_wise="reduce_scatter", wire=Wire(None, "bf16"))
     for text in pool(2).run(HERE, "different_wires"):

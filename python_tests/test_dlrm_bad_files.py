@@ -61,11 +61,15 @@ CHECKPOINTS = [
     ("window/seconds/data", "x", "window['seconds']['data'] is 'x', allowed is a number"),
     ("window", {}, "window has no 'steps'"),
     *(
-        ("window", {"steps": 2, "seconds": dict.fromkeys(PARTS, 0.0), **floats}, "window has not a logit and a label")
+        (
+            "window",
+            {"steps": 2, "seconds": dict.fromkeys(PARTS, 0.0), **floats},
+            "window does not have a logit and a label",
+        )
         for floats in ({}, {"logits": torch.zeros(2)}, {"logits": torch.zeros(2), "labels": torch.zeros(3)})
     ),
     ("data/rows/train", torch.zeros(2), "does not fit the run: Boolean value of Tensor with more than one value"),
-    ("data/rows/train", 3, "was made with other data: {"),
+    ("data/rows/train", 3, "was written with other data, {"),
     ("options", 3, "options is 3, allowed is an object"),
     ("options/lr", torch.zeros(2), "does not fit the run: Boolean value of Tensor with more than one value"),
     ("model", [], "model is [], allowed is an object"),
@@ -138,17 +142,17 @@ def changed_record(line: str, **changes) -> str:
     [
         (lambda line: line[: len(line) // 2], "is not JSON"),
         (lambda line: DEEP, "is not JSON"),
-        (lambda line: "[]", "is no record: its kind is None, allowed are train, eval, failed, test"),
-        (lambda line: changed_record(line, kind="more"), "is no record: its kind is 'more', allowed are"),
+        (lambda line: "[]", "is not a record: its kind is None, allowed are train, eval, failed, test"),
+        (lambda line: changed_record(line, kind="more"), "is not a record: its kind is 'more', allowed are"),
         (
             lambda line: changed_record(line, examples="many"),
-            "is no record: examples is 'many', allowed is a whole number",
+            "is not a record: examples is 'many', allowed is a whole number",
         ),
-        (lambda line: changed_record(line, seconds={}), "is no record: seconds has no 'data'"),
-        (lambda line: changed_record(line, loss="low"), "is no record: loss is 'low', allowed is a number"),
-        (lambda line: '{"kind": "train"}', "is no record: it has no 'step'"),
-        (lambda line: '{"kind": "eval", "step": 1}', "is no record: it has no 'split'"),
-        (lambda line: '{"kind": "failed", "error": "x"}', "is no record: it has no 'step'"),
+        (lambda line: changed_record(line, seconds={}), "is not a record: seconds has no 'data'"),
+        (lambda line: changed_record(line, loss="low"), "is not a record: loss is 'low', allowed is a number"),
+        (lambda line: '{"kind": "train"}', "is not a record: it has no 'step'"),
+        (lambda line: '{"kind": "eval", "step": 1}', "is not a record: it has no 'split'"),
+        (lambda line: '{"kind": "failed", "error": "x"}', "is not a record: it has no 'step'"),
     ],
 )
 def test_records(change, message, run, capsys):
@@ -169,14 +173,14 @@ def test_positions_between_records(run, capsys):
     state, before = checkpoint.load(run), (run / "metrics.jsonl").read_bytes()
     checkpoint.save(run, state | {"records": state["records"] - 40})
     line = resumed(run, capsys)
-    assert f"records is {state['records'] - 40}, where no line of {run / 'metrics.jsonl'} ends" in line
+    assert f"records is {state['records'] - 40}, which is not the end of a line of {run / 'metrics.jsonl'}" in line
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
 def test_reports_of_other_records(run):
     records = Records(run).read()
     (run / "metrics.jsonl").write_text(json.dumps({k: v for k, v in records[0].items() if k != "loss"}) + "\n")
-    with pytest.raises(DataError, match=r"metrics\.jsonl, line 1 is no record: it has no 'loss'"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 1 is not a record: it has no 'loss'"):
         report.write(run)
     (run / "metrics.jsonl").write_text(json.dumps(records[0] | {"seconds": dict.fromkeys(PARTS, 0)}) + "\n")
     with pytest.raises(DataError, match=r"config\.json or metrics\.jsonl of .*run is not what a run writes: ZeroDiv"):
@@ -189,9 +193,9 @@ def test_reports_that_fail_take_the_place_of_no_outcome(error, run, tmp_path, mo
         raise error
 
     monkeypatch.setattr(report, "write", write)
-    with pytest.warns(UserWarning, match=f"there is no report of .*: {error}"):
+    with pytest.warns(UserWarning, match=f"the report of .* could not be written: {error}"):
         assert train(TrainConfig.read(run), TinyData(), resume=run, progress=False)["step"] == 8
-    with pytest.warns(UserWarning, match="there is no report"):
+    with pytest.warns(UserWarning, match="the report of .* could not be written"):
         stopped_run(tmp_path / "other")  # RunInterruptedError
 
 
@@ -211,7 +215,7 @@ def test_comparisons_delete_no_run_that_is_not_understood(tmp_path):
     before = (run / "metrics.jsonl").read_text()
     (run / checkpoint.NAME).rename(elsewhere)
     (run / "metrics.jsonl").write_text(before + '{"kind": "test"}\n')
-    with pytest.raises(DataError, match=r"line \d is no record: .*; there is no checkpoint\.pt, so delete"):
+    with pytest.raises(DataError, match=r"line \d is not a record: .*; there is no checkpoint\.pt, so delete"):
         compare.run(plan)
     (run / checkpoint.NAME).symlink_to(tmp_path / "unmounted")
     with pytest.raises(DataError, match=r"b-seed0 has no checkpoint\.pt: nothing to resume from"):

@@ -168,12 +168,12 @@ def test_evaluate(whole) -> None:
         (
             "device",
             "disk",
-            r"checkpoint\.pt has its tables in memory, and backing is 'disk': use --backing device or",
+            r"checkpoint\.pt has its tables in memory, but backing is 'disk': use --backing device or",
         ),
         (
             "disk",
             "device",
-            r"checkpoint\.pt has its tables in a file, and backing is 'device': use --backing disk",
+            r"checkpoint\.pt has its tables in a file, but backing is 'device': use --backing disk",
         ),
     ],
 )
@@ -192,7 +192,9 @@ def test_budgets_that_are_too_small(config, tmp_path, capsys) -> None:
     with pytest.raises(DataError, match=r"memory_budget = \d+ must be \d+ or more: slots .*memory_budget is '90kB'"):
         train(config(tmp_path, **DISK | {"memory_budget": "90kB"}), progress=False)
     more = DISK | {"memory_budget": "1200kB", "run": "large", "batch_size": 250}
-    with pytest.raises(TrainingError, match=r"bytes.*more memory_budget.*memory_budget is '1200kB', batch_size 250"):
+    with pytest.raises(
+        TrainingError, match=r"bytes.*increase memory_budget.*memory_budget is '1200kB', batch_size 250"
+    ):
         train(config(tmp_path, **more), progress=False)
     assert "Failed" in (tmp_path / "large" / "report.html").read_text()
     flags = ["--data", "synthetic", "--data-dir", str(tmp_path), "--rows", "100", "--table-rows", "50"]

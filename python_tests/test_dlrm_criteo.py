@@ -223,7 +223,7 @@ LONG = rf"after row 9: a line of more than {BLOCK} bytes; expected are"
         (lambda: b"label\tI1\n" + text(make_lines(9)), r"Row #1: Expected 40 columns, got 2: label\tI1;"),
         (with_a_long_line, LONG),
         (lambda: b"", r"after row 0: Empty CSV file; expected are lines"),
-        (lambda: text(make_lines(6)), r"has 6 rows, needed are 7 or more"),
+        (lambda: text(make_lines(6)), r"has 6 rows, needs at least 7"),
     ],
     ids=["blank line", "names", "long line", "empty", "few rows"],
 )

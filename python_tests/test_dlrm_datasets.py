@@ -36,20 +36,23 @@ def module(tmp_path, monkeypatch):
     [
         (
             {"path": "x"},
-            r"path is 'x', which does nothing without data 'criteo' or 'module:function' .now 'complete",
+            r"path is 'x', which has no effect without data 'criteo' or 'module:function' .now 'complete",
         ),
-        ({"rows": 9}, r"rows is 9, which does nothing without data 'criteo' or 'synthetic' .now 'complete"),
-        ({"data": "criteo", "path": "x", "weeks": 3}, r"weeks is 3, which does nothing without data 'completejourney'"),
-        ({"data": "synthetic", "path": "x"}, r"path is 'x', which does nothing without data 'criteo' or"),
-        ({"data": "synthetic", "weeks": 3}, r"weeks is 3, which does nothing without data 'compl"),
+        ({"rows": 9}, r"rows is 9, which has no effect without data 'criteo' or 'synthetic' .now 'complete"),
+        (
+            {"data": "criteo", "path": "x", "weeks": 3},
+            r"weeks is 3, which has no effect without data 'completejourney'",
+        ),
+        ({"data": "synthetic", "path": "x"}, r"path is 'x', which has no effect without data 'criteo' or"),
+        ({"data": "synthetic", "weeks": 3}, r"weeks is 3, which has no effect without data 'compl"),
         (
             {"data": "criteo", "path": "x", "history": 20},
-            r"history is 20, which does nothing without data 'completejourney' or 'synthetic'",
+            r"history is 20, which has no effect without data 'completejourney' or 'synthetic'",
         ),
         ({"history": 9}, r"history is 9, allowed are 10 to 200 products"),
-        ({"unchanged": 0.5}, r"unchanged is 0.5, which does nothing without data 'synthetic'"),
+        ({"unchanged": 0.5}, r"unchanged is 0.5, which has no effect without data 'synthetic'"),
         ({"data": "synthetic", "samples_per_session": 1e6}, r"samples_per_session is 1000000.0, allowed are 1 to 8192"),
-        ({"data": "math:sqrt", "table_rows": 3}, r"table_rows is 3, which does nothing without data 'criteo' or"),
+        ({"data": "math:sqrt", "table_rows": 3}, r"table_rows is 3, which has no effect without data 'criteo' or"),
         ({"data": "criteo"}, r"data is 'criteo', which needs path: a file in Criteo's format"),
         ({"data": "criteo", "path": "nowhere"}, r"nowhere does not exist"),
         (
@@ -147,7 +150,7 @@ def test_data_that_was_moved_is_found_again_and_no_other_is_taken(tmp_path, monk
         assert main(command) == 1
         assert f"error: {first} does not exist" in capsys.readouterr().err
         assert main([*command, "--path", other]) == 1
-        assert "was made with other data" in capsys.readouterr().err
+        assert "was written with other data" in capsys.readouterr().err
         assert main([*command, "--path", moved]) == 0
         assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("test AUC")] == scores
     reads, load = [], checkpoint.load

@@ -136,7 +136,7 @@ def test_other_formats_are_refused_with_the_way_out(
     assert (
         "another config: format is 'bf16', was 'int8'; rounding is 'nearest', was 'stochastic': a run resumes" in error
     )
-    assert "leave that out, or train anew without --resume" in error
+    assert "leave these out, or start a new run without --resume" in error
     settings = json.loads((run / "config.json").read_text())
     settings["config"]["format"] = "mx9"
     (run / "config.json").write_text(json.dumps(settings))
@@ -191,10 +191,10 @@ def test_a_saved_table_that_lost_its_format_is_refused(data: Synthetic, tmp_path
         (["compare", "--format", "fp32,"], "format is 'fp32,', allowed is"),
         (["compare", "--format", "int8"], "there is nothing to compare"),
         (["compare", "--format", "fp32,int8", "--rounding", "up"], "rounding is 'up', allowed is stochastic, nearest"),
-        (["compare", "--rounding", "stochastic,nearest"], "format is 'fp32', which is not rounded: give --format"),
+        (["compare", "--rounding", "stochastic,nearest"], "format is 'fp32', which is not rounded: also give --format"),
         (
             ["compare", "a", "b:format=int8", "--format", "fp32,int8"],
-            "configuration 'b:format=int8': 'format' is given, and --format or --rounding is a list: leave one out",
+            "configuration 'b:format=int8': 'format' is given, but --format or --rounding is a list: leave one out",
         ),
         (["compare", "a:format=fp8", "b"], f"format is 'fp8', allowed is {ALL_NAMES} or mx4"),
         (["compare", "a", "a:lr=1", "--format", "fp32,int8"], "two configurations are named 'a-fp32'"),

@@ -81,13 +81,13 @@ WRONG = {
     "complex": (lambda b: b._replace(dense=b.dense + 0j), "dense is torch.complex64, must be float32"),
     "nan": (with_dense_value(np.nan), r"dense\[3, 1\] is nan, must be a finite number of float32"),
     "too large": (with_dense_value(1e300), r"dense\[3, 1\] is 1e\+300, must be a finite number of float32"),
-    "key": (with_ids(lambda ids: ids, key="ID"), r"features has keys \['ID'\], which lack that of feature 'id'"),
+    "key": (with_ids(lambda ids: ids, key="ID"), r"features has keys \['ID'\], which must include feature 'id'"),
     "unused key": (
         lambda b: b._replace(shared=bags(b.features.values(), "s")),
-        r"features and shared have keys \['s'\], which no Feature has: add one for each",
+        r"features and shared have keys \['s'\] without a Feature: add one for each",
     ),
     "no bags": (lambda b: b._replace(features=b.features.values()), "features is Tensor, must be a KeyedJaggedTensor"),
-    "bags": (with_ids(lambda ids: ids[:-1]), "features has 49 bags for each key, label 50 rows"),
+    "bags": (with_ids(lambda ids: ids[:-1]), "features has 49 bags for each key, but label has 50 rows"),
     "float ids": (
         with_ids(torch.Tensor.float),
         r"ids of features are torch\.float32, must be torch\.int32 or torch\.int64",
@@ -96,7 +96,7 @@ WRONG = {
     "nan weights": (with_weights(torch.full((50,), np.nan)), r"weights\[0\] of features is nan, must be finite"),
     "bags of their own": (
         lambda b: b._replace(features=uneven()),
-        r"features has \[50, 1\] bags for its keys \['id', 'more'\], label 50 rows: must be as many",
+        r"features has \[50, 1\] bags for its keys \['id', 'more'\], but label has 50 rows",
     ),
     "twice": (lambda b: b._replace(shared=b.features), r"features and shared have keys \['id'\] more than once"),
     "tuple": (tuple, r"it is tuple, must be rec_kernels\.dlrm\.Batch"),
@@ -131,9 +131,9 @@ def test_wrong_batches_are_told_in_one_line(name, tmp_path, monkeypatch, capsys)
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
-        (lambda *_: None, r"batch 0 of split 'train': batches\(\) gave NoneType, must be an iterator of Batch"),
+        (lambda *_: None, r"batch 0 of split 'train': batches\(\) returned NoneType, must be an iterator of Batch"),
         (lambda *_: int("x"), r"batch 0 of split 'train', made in test_dlrm_own_data\.py, line \d+: invalid literal"),
-        (lambda *_: iter(()), "batch 0 of split 'train' is not there"),
+        (lambda *_: iter(()), "batch 0 of split 'train' is missing"),
         (lambda *_: TinyData().batches("train", 20), "batch 0 of split 'train': it has 20 rows, must be 50"),
     ],
 )
@@ -155,11 +155,15 @@ def test_wrong_test_rows_are_told(tmp_path):
         ("num_dense", 2.0, "num_dense is 2.0, must be a whole number of 0 or more"),
         ("features", [("id", 20)], r"a feature is \('id', 20\), must be Feature\(name, num_embeddings\)"),
         ("features", [Feature("id", 0)], "num_embeddings of feature 'id' is 0, must be a whole number of 1 or more"),
-        ("features", [Feature("id", 20, "max")], "no table can be made: .*pooling must be 'sum' or 'mean', got 'max'"),
-        ("features", [Feature(3, 20)], "of which no table can be made: table name 3 must be a string"),
-        ("features", [Feature("id", 20)] * 2, r"has features \['id', 'id'\], whose names must differ"),
+        (
+            "features",
+            [Feature("id", 20, "max")],
+            "which cannot have a table: .*pooling must be 'sum' or 'mean', got 'max'",
+        ),
+        ("features", [Feature(3, 20)], "which cannot have a table: table name 3 must be a string"),
+        ("features", [Feature("id", 20)] * 2, r"has features \['id', 'id'\], whose names must be unique"),
         ("features", [], "has no features: a model needs one or more"),
-        ("features", [Feature("i.d", 20)], "of which no table can be made: .*'i.d' must be .* without dots"),
+        ("features", [Feature("i.d", 20)], "which cannot have a table: .*'i.d' must be .* without dots"),
         ("num_rows", lambda split: 400.0, r"num_rows\('train'\) is 400.0, must be a whole number of 0 or more"),
     ],
 )
@@ -232,8 +236,11 @@ def test_bags_that_rows_share_by_their_inverse(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"embedding": "qr_concat", "embedding_dim": 3, "threshold": 0}, "no model has these options: .* must be even"),
-        ({"embedding_dim": 2**20}, r"no model has these options: num_embeddings\[0\] = \d+ must be at most"),
+        (
+            {"embedding": "qr_concat", "embedding_dim": 3, "threshold": 0},
+            "no model can have these options: .* use an even one",
+        ),
+        ({"embedding_dim": 2**20}, r"no model can have these options: num_embeddings\[0\] = \d+ must be at most"),
     ],
 )
 def test_options_that_no_model_has_leave_no_run(options, message, tmp_path, monkeypatch, capsys):

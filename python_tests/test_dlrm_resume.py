@@ -230,7 +230,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch):
             raise error
 
         monkeypatch.setattr(checkpoint.torch, "save", fail)
-        with pytest.raises(OSError, match=r"No space left|checkpoint\.pt could not be written whole: 0 bytes"):
+        with pytest.raises(OSError, match=r"No space left|checkpoint\.pt could not be written completely: 0 bytes"):
             checkpoint.save(tmp_path, {"step": 2})
         assert checkpoint.load(tmp_path)["step"] == 1
         assert os.listdir(tmp_path) == [checkpoint.NAME]
@@ -288,14 +288,14 @@ def test_a_run_does_not_decide_what_is_called(data, tmp_path, monkeypatch, capsy
     run = str(tmp_path / "run")
     for command in (["evaluate", run], ["train", "--resume", run]):
         assert main(command) == 1
-        assert "has data 'my_data:make', a function to be called: say so with --data" in capsys.readouterr().err
+        assert "has data 'my_data:make', a function to call: confirm it with --data" in capsys.readouterr().err
         assert main([*command, "--data", "my_data:make"]) == 0
 
 
 def test_other_data_is_refused(data_dir, copied, tmp_path):
     other = load_completejourney(2, data_dir)
     for go_on in (lambda: train(config(tmp_path), other, resume=copied), lambda: evaluate(copied, other)):
-        with pytest.raises(DataError, match=r"checkpoint\.pt was made with other data: .*completejourney-weeks1"):
+        with pytest.raises(DataError, match=r"checkpoint\.pt was written with other data, .*completejourney-weeks1"):
             go_on()
 
 

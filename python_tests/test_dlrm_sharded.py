@@ -169,7 +169,7 @@ def test_shards_execute_nothing(tmp_path: Path) -> None:
 def test_shards_that_cannot_be_written(tmp_path: Path) -> None:
     """A file system error on one shard, such as a full disk, is reported in a line; torch's error is no Exception."""
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=r"shards-1-0 could not be written whole: process 0: NotADirectoryError: "):
+    with pytest.raises(OSError, match=r"shards-1-0 could not be written completely: process 0: NotADirectoryError: "):
         checkpoint.save_shards(tmp_path / "file" / "shards-1-0", {"t": torch.ones(3, 2)})
 
 
@@ -189,7 +189,7 @@ def test_killed(tmp_path: Path) -> None:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[2]), signal.SIGKILL)
     assert process.wait(60) == 1
-    assert "cannot reach another one, which has probably ended" in (tmp_path / "log").read_text()
+    assert "cannot reach another process, which has probably ended" in (tmp_path / "log").read_text()
     resume = ["--", "rec_kernels.dlrm", "train", "--resume", str(tmp_path / "killed")]
     done = subprocess.run([*command, "2", *resume], env=settings, capture_output=True, text=True, check=True)
     assert done.stdout.count("test AUC") == 1

@@ -165,7 +165,7 @@ def too_large(batch):
         ),
         (
             lambda batches: itertools.islice(batches, 2),
-            "data set 'tiny', batch 2 of split 'train' is not there, and num_rows says 400",
+            "data set 'tiny', batch 2 of split 'train' is missing, although num_rows is 400",
         ),
         (
             with_batch(2, lambda batch: batch._replace(label=batch.label + 1)),
@@ -201,7 +201,7 @@ def test_a_failure_is_written_although_the_process_is_told_to_stop(tmp_path, mon
     before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))  # instead of ending the tests
     config = TrainConfig(runs_dir=str(tmp_path), run="bad", device="cpu", batch_size=50)
     try:
-        with pytest.raises(DataError, match="is not there"):
+        with pytest.raises(DataError, match="is missing"):
             train(config, Changed(TinyData(), lambda batches: itertools.islice(batches, 2)))
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -249,7 +249,7 @@ WRONG_FLAGS = [
     ("--seed -1", "seed is -1, allowed is 0 or more"),
     ("--weeks 53", "weeks is 53, allowed is 1 to 52"),
     ("--run ../x", "run is '../x', allowed is at most 200 letters"),
-    ("--resume runs/first --run second", "run is given beside resume"),
+    ("--resume runs/first --run second", "run cannot be given with --resume"),
     ("--threads 100000", "threads is 100000, allowed is 1 to 1024"),
     ("--device tpu", "device is 'tpu', allowed is cpu or cuda"),
     ("--dedup maybe", "dedup is 'maybe', allowed is auto, on, windows or off"),
@@ -285,17 +285,17 @@ WRONG_FLAGS = [
         "decay_every is 5, which needs a cache (now 0.1) with policy 'lfu' (now 'lru')",
     ),
     ("--backing disk --device cuda", "backing is 'disk', which needs device 'cpu' (now 'cuda')"),
-    ("--rounding nearest", "rounding is 'nearest', which does nothing without a format other than 'fp32'"),
-    ("--policy lru", "policy is 'lru', which does nothing without a cache: leave it out, or give both"),
-    ("--collisions 9 --embedding mixed", "collisions is 9, which does nothing without embedding 'hash'"),
-    ("--decay-start 5", "decay_start is 5, which does nothing without decay_steps"),
+    ("--rounding nearest", "rounding is 'nearest', which has no effect without a format other than 'fp32'"),
+    ("--policy lru", "policy is 'lru', which has no effect without a cache: leave it out, or give both"),
+    ("--collisions 9 --embedding mixed", "collisions is 9, which has no effect without embedding 'hash'"),
+    ("--decay-start 5", "decay_start is 5, which has no effect without decay_steps"),
     (
         "--cross-rank 16",
-        "cross_rank is 16, which does nothing without model 'dcnv2' (now 'dlrm'): leave it out, or give both",
+        "cross_rank is 16, which has no effect without model 'dcnv2' (now 'dlrm'): leave it out, or give both",
     ),
     (
         "--model dcnv2 --wukong-layers 2",
-        "wukong_layers is 2, which does nothing without model 'wukong' (now 'dcnv2'): leave it out, or give both",
+        "wukong_layers is 2, which has no effect without model 'wukong' (now 'dcnv2'): leave it out, or give both",
     ),
     # unknown options and values
     ("--epochs two", "argument --epochs: invalid int value: 'two'"),

@@ -89,7 +89,7 @@ def test_weights_are_refused(data: Changed, tmp_path: Path, deduplicated: bool) 
         return dedup_batch(batch) if deduplicated else batch
 
     given = Changed(data, functools.partial(map, weighted))
-    message = rf"{data.name!r}, batch 0 of split 'train': shared has weights, and dedup is 'windows'"
+    message = rf"{data.name!r}, batch 0 of split 'train': shared has weights, which dedup='windows' does not support"
     with pytest.raises(DataError, match=message):
         train(config(tmp_path, run="windows", dedup="windows"), given, progress=False)
     assert train(config(tmp_path, run="on", dedup="on"), given, progress=False)["dedup"]

@@ -257,7 +257,7 @@ BAD_ARGUMENTS = [
     ("weight_offsets", lambda t: torch.tensor([0, 177, 0]), "layout[1]: a table of 3 x 32 (fp32) at byte "),
     ("weight_offsets", lambda t: torch.tensor([0, 81, 0]), "layout[1]: a table of 3 x 32 (fp32) at byte "),
     ("weight_offsets", lambda t: t[1:], "weight_offsets must have an element for each of the 3 parts, got 2"),
-    ("num_rows", lambda n: 7, "num_rows = 7 must be 8, the most of row_offsets + num_embeddings, or more"),
+    ("num_rows", lambda n: 7, "num_rows = 7 must be at least 8, the maximum of row_offsets + num_embeddings"),
     ("mean", lambda t: t[1:], "mean must have an element for each of the 3 features, got 2"),
     ("bounds_check", lambda _: "warn", 'bounds_check must be "error", "ignore" or "none", got "warn"'),
     ("grad", lambda t: t[:, 1:], "grad must have shape [2, 64], got [2, 63]"),
@@ -369,7 +369,7 @@ def adam(**changes: object) -> dict[str, object]:
             "layout[1]: the state of a table of 3 x 32 at state_offset 81 does not fit in optimizer state of 176",
         ),
         ({"moment_offsets": torch.tensor([-1, 80, -1])}, "state_offsets[0] = -1 must be in [0, 2^62)"),
-        ({"moment_offsets": torch.tensor([0, 79, 0])}, "state_offsets[1] = 79 lies in the table of feature"),
+        ({"moment_offsets": torch.tensor([0, 79, 0])}, "state_offsets[1] = 79 is inside the table of feature"),
         (
             {name: torch.ones(256) for name in ("exp_avg", "exp_avg_sq")}
             | {"moment_offsets": torch.tensor([0, 80, 176])},
@@ -386,14 +386,14 @@ def test_bad_state(changes: dict[str, object], message: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"row_offsets": [0, 4, 0]}, "row_offsets[1] = 4 lies in the table of feature"),
-        ({"row_offsets": [0, 5, 1]}, "row_offsets[2] = 1 lies in the table of feature 0"),
+        ({"row_offsets": [0, 4, 0]}, "row_offsets[1] = 4 is inside the table of feature"),
+        ({"row_offsets": [0, 5, 1]}, "row_offsets[2] = 1 is inside the table of feature 0"),
         (
             {"weight_offsets": [0, 80, 16], "row_offsets": [0, 5, 8]},
-            "weight_offsets[2] = 16 lies in the table of feature 0",
+            "weight_offsets[2] = 16 is inside the table of feature 0",
         ),
         ({"weight_offsets": [0, 80, 0], "row_offsets": [0, 5, 8]}, "weight_offsets["),
-        ({"num_embeddings": [5, 3, 4]}, "num_embeddings[2] = 4 is not its 5"),
+        ({"num_embeddings": [5, 3, 4]}, "num_embeddings[2] = 4 differs from its 5"),
     ],
 )
 def test_overlapping_tables(changes: dict[str, list[int]], message: str) -> None:

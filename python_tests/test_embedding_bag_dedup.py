@@ -314,7 +314,7 @@ def test_prefetched_rows_come_in_early(groups: int) -> None:
     few = [dedup(sessions(keys, seed=s), by_name) for s in range(2)]
     c(few[0]).values().sum().backward()
     c.prefetch(few[1])
-    with pytest.raises(RuntimeError, match="a lookup of another one"):
+    with pytest.raises(RuntimeError, match="a lookup of another batch"):
         c(few[0])
     c(few[1]).values().sum().backward()
 
@@ -324,7 +324,7 @@ def test_lookups_that_are_not_pooled() -> None:
     module = sequences(rk.SGD(lr=0.5), ("int8", "int8"), cache=rk.RowCache(0.3, ways=2, backing="host"))
     for call in (module, module.rows, module.prefetch, module.for_serving()):
         with pytest.raises(
-            TypeError, match=r"not pooled .*: give them features\.to_kjt\(\), or wrap the module in rk\.ded"
+            TypeError, match=r"without pooling .*: pass features\.to_kjt\(\), or wrap the module in rk\.ded"
         ):
             call(dedup(sessions(list("fgh")), [["f", "g", "h"]]))
 

@@ -115,9 +115,9 @@ NAMES = "fp32, fp16, bf16, int8, int4, mx9, mx6, mx4"
         (HALF.T, {}, "weight must have two dimensions and be contiguous, got shape [21, 30]"),
         (HALF[:, :7], {}, "weight must have two dimensions and be contiguous, got shape [30, 7]"),
         (HALF[0], {}, "weight must have two dimensions and be contiguous, got shape [21]"),
-        (BYTES, {}, "weight is torch.uint8: format and embedding_dim must say what its rows are"),
-        (BYTES, {"format": "int8"}, "format and embedding_dim must say what its rows are"),
-        (BYTES, {"embedding_dim": DIM}, "format and embedding_dim must say what its rows are"),
+        (BYTES, {}, "weight is torch.uint8: format and embedding_dim must describe its rows"),
+        (BYTES, {"format": "int8"}, "format and embedding_dim must describe its rows"),
+        (BYTES, {"embedding_dim": DIM}, "format and embedding_dim must describe its rows"),
         (
             BYTES,
             {"format": "int8", "embedding_dim": 22},
@@ -129,8 +129,8 @@ NAMES = "fp32, fp16, bf16, int8, int4, mx9, mx6, mx4"
             'weights must have rows of 54 bytes for format "mx9" and embedding_dim = 33, got 29',
         ),
         (BYTES, {"format": "int8", "embedding_dim": -1}, "embedding_dim = -1 must be in [1, 2^31)"),
-        (BYTES, {"format": "int2", "embedding_dim": DIM}, f'cannot have format "int2"; it must be one of {NAMES}'),
-        (BYTES, {"format": "mxint8", "embedding_dim": DIM}, f'cannot have format "mxint8"; it must be one of {NAMES}'),
+        (BYTES, {"format": "int2", "embedding_dim": DIM}, f'= "int2" must be one of {NAMES}'),
+        (BYTES, {"format": "mxint8", "embedding_dim": DIM}, f'= "mxint8" must be one of {NAMES}'),
         (
             BYTES,
             {"format": "int7", "embedding_dim": DIM},

@@ -175,7 +175,7 @@ def _config(**changed: object) -> rk.EmbeddingBagConfig:
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda: rk.EmbeddingBagCollection([TABLE, TABLE]), "names must differ"),
+        (lambda: rk.EmbeddingBagCollection([TABLE, TABLE]), "must be unique"),
         (lambda: rk.EmbeddingBagCollection([TABLE], bounds_check="sometimes"), "bounds_check must be"),
         (lambda: rk.EmbeddingBagCollection([TABLE], optimizer="adagrad"), "optimizer must be"),
         (lambda: make(output_dtype=torch.float64), r"output_dtype must be torch\.float32, float16 or bfloat16"),

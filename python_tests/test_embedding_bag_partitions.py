@@ -141,10 +141,13 @@ BAD_LAYOUTS = {
     "divisors": (torch.tensor([1, 0]), r"divisors\[1\] = 0 must be at least 1"),
     "moduli": (torch.tensor([0, 7]), r"moduli\[0\] = 0 must be at least 1"),
     "id_limits": (torch.tensor([-1]), r"id_limits\[0\] = -1 must not be negative"),
-    "combine": (torch.tensor([3]), r"combine\[0\] = 3 must be 0 \(concat\), 1 \(add\) or 2 \(mult\)"),
+    "combine": (torch.tensor([3]), r"combine\[0\] = 3 must be concat \(0\), add \(1\) or mult \(2\)"),
     "partition_starts": (torch.tensor([0, 1]), r"partitions.starts\[1\] = 1 must be 2"),
     "embedding_dims": (torch.tensor([5, 4]), r"\[1\] = 4 .*, of part 1 of feature 0, must be those of its part 0, 5"),
-    "row_offsets": (torch.tensor([0, 0]), r"\[1\] = 0, of part 1 of feature 0, is that of its part 0: .* different"),
+    "row_offsets": (
+        torch.tensor([0, 0]),
+        r"\[1\] = 0, of part 1 of feature 0, is also that of the feature's part 0: .* different",
+    ),
 }
 
 
@@ -162,12 +165,12 @@ def test_bad_partitions() -> None:
     """Tables smaller than their modulus, more than four parts, and tables beyond the weights are rejected."""
     tables, feature = _quotient_remainder(50, 7, 5)
     case = make_case(tables, [feature], [1, 2], seed=1)
-    with pytest.raises(ValueError, match=r"num_embeddings\[0\] = 8 must be 9 or more, the rows that .* lead to"):
+    with pytest.raises(ValueError, match=r"num_embeddings\[0\] = 8 must be at least 9, the rows that .* map"):
         ops.embedding_bag(case.weights, *case.jagged, **(case.layout | {"moduli": torch.tensor([9, 7])}))
     with pytest.raises(ValueError, match=r"layout\[1\]: a table of 7 x 5 \(fp32\) at byte 164 does not fit"):
         ops.embedding_bag(case.weights, *case.jagged, **(case.layout | {"weight_offsets": torch.tensor([0, 41])}))
     many = make_case([(2, 3)] * 5, [Parts([0, 1, 2, 3, 4], [(1, 2)] * 5, 2, "add")], [1])
-    with pytest.raises(ValueError, match=r"partitions.starts\[1\] = 5 must be 1 to 4 above"):
+    with pytest.raises(ValueError, match=r"partitions.starts\[1\] = 5 must be 1 to 4 greater than"):
         ops.embedding_bag(many.weights, *many.jagged, **many.layout)
 
 

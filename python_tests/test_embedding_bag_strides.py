@@ -154,7 +154,7 @@ def test_messages_name_feature_and_bag() -> None:
     [
         ({"bag_starts": torch.tensor([0, 4])}, "bag_starts must have shape"),
         ({"bag_starts": torch.tensor([0, 2, 4], dtype=torch.int32)}, "bag_starts must be"),
-        ({"output_dim": 7}, "widest_feature = 7 must be 8, the most columns of a feature, or more"),
+        ({"output_dim": 7}, "widest_feature = 7 must be at least 8, the columns of the widest feature"),
     ],
 )
 def test_bad_layout(change: dict, message: str) -> None:

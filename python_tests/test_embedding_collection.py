@@ -52,7 +52,7 @@ def test_torchrecs_names() -> None:
     assert dict(ours.embeddings.items()) == {name: ours.embeddings[name] for name in ("a", "b")}
     assert len(ours.embeddings) == 2
     assert ["b" in ours.embeddings, "c" in ours.embeddings] == [True, False]
-    with pytest.raises(ValueError, match=r"embedding_dim\(\) is of tables of one dimension, and these have \[6, 20\]"):
+    with pytest.raises(ValueError, match=r"embedding_dim\(\) requires tables of equal dimensions, got \[6, 20\]"):
         sequences(None).embedding_dim()
 
 

@@ -136,7 +136,7 @@ def test_rows_of_padding_are_replaced_if_not_zeros(padding: float, options: dict
             assert testing.same_bits(traced(ids), given[ids])
 
 
-@pytest.mark.filterwarnings("ignore:table 'weight'. its init is given all rows at once")
+@pytest.mark.filterwarnings("ignore:table 'weight'. its init receives all rows at once")
 @pytest.mark.parametrize("format", ["fp32", "int8"])
 @pytest.mark.parametrize("backing", ["device", "host", "disk"])
 def test_rows_of_padding_behind_a_cache(backing: str, format: str, tmp_path: Path) -> None:
@@ -369,7 +369,7 @@ def _checked_no_more() -> None:
         (ValueError, lambda: rk.Embedding(9, 4, _weight=torch.zeros(9, 3)), "_weight must be floats [9, 4]"),
         (ValueError, lambda: rk.Embedding(9, 4, _weight=torch.zeros(9, 4).double()), "_weight must be torch.float32,"),
         (ValueError, lambda: rk.Embedding.from_pretrained(torch.ones(9)), "must have two dimensions"),
-        (RuntimeError, lambda: rk.Embedding(9, 4, **SGD).reset_parameters(), "is for a layer without options"),
+        (RuntimeError, lambda: rk.Embedding(9, 4, **SGD).reset_parameters(), "requires a layer without options"),
         (TypeError, lambda: rk.Embedding(9, 4)([1, 2]), "input must be a tensor of ids, got list"),
         (ValueError, lambda: rk.Embedding(9, 4, **SGD)(torch.ones(2)), "must be int32 or int64"),
         (

@@ -106,10 +106,10 @@ def test_bad_ids_of_other_features() -> None:
     [
         (
             ([0, 1], [2], [7], [None], ["concat"]),
-            "id_limits[0] = None: feature 0, of which every integer is an id, must",
+            "id_limits[0] = None: feature 0, which accepts every integer, must",
         ),
         (([0, 2], [1, 1], [7, 7], [None], ["concat"]), "must have one part with divisor 1"),
-        (([0, 1], [1], [8], [None], ["concat"]), "num_embeddings[0] = 7 must be 8 or more, the rows that"),
+        (([0, 1], [1], [8], [None], ["concat"]), "num_embeddings[0] = 7 must be at least 8, the rows that"),
         (([0, 1], [1], [7], [-1], ["concat"]), "id_limits[0] = -1 must not be negative"),
     ],
 )

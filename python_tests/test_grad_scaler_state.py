@@ -84,7 +84,7 @@ def test_copies_ask_for_theirs(way) -> None:
     other = way(way(found))
     with torch.no_grad():
         other(batch())
-    refused = pytest.raises(RuntimeError, match="a copy of a collection with a GradScaler, which copies do not take")
+    refused = pytest.raises(RuntimeError, match="a copy of a collection with a GradScaler, which copies do not inherit")
     with refused:
         other(batch())
     with refused, other.accumulate():

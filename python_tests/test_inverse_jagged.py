@@ -155,8 +155,12 @@ def _inverse(place: tuple[int, int], value: int) -> Tensor:
 BAD_PARTS = [
     (TypeError, {"unique": {"a": 1}}, "unique must be an rk.KeyedJaggedTensor or rk.KeyedJaggedWindows, got dict"),
     (KeyError, {"groups": [["c", "a"], ["x"]]}, r"groups\[1\] names 'x', which is not among the keys \['c', 'a'"),
-    (ValueError, {"groups": [["c", "a"], ["c"]]}, r"'c' is in groups\[0\] = \['c', 'a'\] and in groups\[1\] = \['c'\]"),
-    (ValueError, {"groups": [["c", "a"], []]}, r"groups\[1\] is empty"),
+    (
+        ValueError,
+        {"groups": [["c", "a"], ["c"]]},
+        r"'c' is in both groups\[0\] = \['c', 'a'\] and groups\[1\] = \['c'\]",
+    ),
+    (ValueError, {"groups": [["c", "a"], []]}, r"groups\[1\] must name at least one feature"),
     (ValueError, {"groups": ["ca", "d"]}, r"groups must be lists of feature names, .* got \['ca', 'd'\]"),
     (ValueError, {"groups": [["a", "c"], ["d"]]}, r"features of groups first, \['a', 'c', 'd'\], in this order"),
     (ValueError, {"inverse": torch.zeros(1, 4).long()}, r"inverse must be int64 \[2, B\] .* torch.int64 \[1, 4\]"),
@@ -192,21 +196,21 @@ def test_bad_batches() -> None:
     make, batch = rk.InverseKeyedJaggedTensor.from_kjt, sessions(KEYS)
     with pytest.raises(KeyError, match=r"groups\[0\] names 'x', which is not among the keys \['a', 'b', 'c', 'd'\]"):
         make(batch, [["x"]])
-    with pytest.raises(ValueError, match=r"'a' is in groups\[0\] = \['a', 'b'\] and in groups\[2\] = \['a'\]"):
+    with pytest.raises(ValueError, match=r"'a' is in both groups\[0\] = \['a', 'b'\] and groups\[2\] = \['a'\]"):
         make(batch, [["a", "b"], ["c"], ["a"]])
-    with pytest.raises(ValueError, match=r"'a' is in groups\[0\] = \['a', 'a'\]"):
+    with pytest.raises(ValueError, match=r"'a' is in both groups\[0\] = \['a', 'a'\]"):
         make(batch, [["a", "a"]])
-    with pytest.raises(ValueError, match=r"groups\[1\] is empty"):
+    with pytest.raises(ValueError, match=r"groups\[1\] must name at least one feature"):
         make(batch, [["a"], []])
     with pytest.raises(ValueError, match="groups must be lists of feature names"):
         make(batch, [["a"], 3])
-    with pytest.raises(TypeError, match=r"give kjt.to_kjt\(\) to group it in another way"):
+    with pytest.raises(TypeError, match=r"pass kjt.to_kjt\(\) to group it differently"):
         make(make(batch, [["a"]]), [["b"]])
-    with pytest.raises(ValueError, match=r"have batch sizes of their own \(stride_per_key\)"):
+    with pytest.raises(ValueError, match=r"have their own batch sizes \(stride_per_key\)"):
         make(_kjt(KEYS, [1, 2, 1, 1]), [["a"]])
     weighted = sessions(KEYS, weighted=True)
     weighted.weights_or_none().requires_grad_()
-    with pytest.raises(ValueError, match="weights require a gradient"):
+    with pytest.raises(ValueError, match="weights must not require a gradient"):
         make(weighted, [["a"]])
     with torch.no_grad():
         make(weighted, [["a"]])
@@ -220,7 +224,9 @@ def test_bad_offsets_on_a_device(monkeypatch: pytest.MonkeyPatch, bounds: list[i
         rk.InverseKeyedJaggedTensor.from_kjt(batch, [["a"]])
     for backend in device_backends():
         monkeypatch.setattr(inverse_jagged, "_ops", backend.ops)
-        with pytest.raises(ValueError, match=rf"offsets\[{first}\] is bad: offsets must rise, in \[0, 4\]"):
+        with pytest.raises(
+            ValueError, match=rf"offsets\[{first}\] is bad: offsets must be non-decreasing and in \[0, 4\]"
+        ):
             rk.InverseKeyedJaggedTensor.from_kjt(batch, [["a"]])
 
 

@@ -59,7 +59,7 @@ def test_offsets_rise(dtype: torch.dtype) -> None:
         ([0, -3, 6], "offsets[1] = -3 (row 0) is below the offset before it, 0"),
         ([7], "offsets[0] = 7 (row 0) must be in [0, 6], the number of values"),
         ([1, -(2**31), -(2**30), 0, 6], f"offsets[1] = {-(2**31)} (row 0) is below the offset before it, 1"),
-        ([], "offsets are empty: they must have one element more than there are bags"),
+        ([], "offsets must have one element more than there are bags, got none"),
     ],
 )
 def test_offsets_of_rows(offsets: list[int], message: str, dtype: torch.dtype) -> None:
@@ -80,7 +80,7 @@ def test_offsets_of_rows(offsets: list[int], message: str, dtype: torch.dtype) -
         (([1], torch.tensor([0, 1])), "values must be a tensor, got list", 1),
         (
             (torch.tensor(1), torch.tensor([0, 1])),
-            "values must have one dimension at least, got a tensor without any",
+            "values must have at least 1 dimension, got a 0-dim tensor",
             0,
         ),
         ((IDS.to("meta"), torch.tensor([0, 6])), "offsets must be on values' device, meta, got cpu", 0),
@@ -170,14 +170,14 @@ def test_inverse_indices() -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ((["a", "a"], [1, 2], torch.rand(4, 3)), "keys must differ, got ['a', 'a']"),
+        ((["a", "a"], [1, 2], torch.rand(4, 3)), "keys must be unique, got ['a', 'a']"),
         ((["a", "b"], [3], torch.rand(4, 3)), "length_per_key must have a width for each of the 2 keys, got [3]"),
         (
             (["a", "b"], [4, -1], torch.rand(4, 3)),
             "length_per_key must have a width for each of the 2 keys, got [4, -1]",
         ),
-        ((["a", "b"], [1, 1], torch.rand(4, 3)), "values must be [B, 2], as wide as length_per_key says, got [4, 3]"),
-        ((["a"], [3], torch.rand(3)), "values must be [B, 3], as wide as length_per_key says, got [3]"),
+        ((["a", "b"], [1, 1], torch.rand(4, 3)), "values must be [B, 2], the sum of length_per_key, got [4, 3]"),
+        ((["a"], [3], torch.rand(3)), "values must be [B, 3], the sum of length_per_key, got [3]"),
     ],
 )
 def test_columns(parts: tuple, message: str) -> None:
@@ -225,7 +225,7 @@ def test_rows_are_read_late(offsets: list[int], message: str) -> None:
 )
 def test_features_are_read_late(offsets: list[int], message: str) -> None:
     """A feature with unchecked offsets raises when it is read."""
-    behind = ", from where the one before begins to the number of values"
+    behind = ", between the start of the feature before it and the number of values"
     _refused(lambda: unchecked(KEYS, IDS, offsets)["user"], message + behind)
 
 

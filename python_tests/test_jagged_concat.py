@@ -73,10 +73,13 @@ def test_concat_refuses() -> None:
     inverse = (["b"], torch.zeros(1, 3, dtype=torch.int64))
     weighted = kjt("b", [2], weights=torch.ones(2))
     cases = [
-        ([], "kjt_list is empty"),
-        ([kjt("a", [1]), kjt("a", [1])], r"keys must differ, got \['a', 'a'\]"),
-        ([kjt("a", [1]), weighted], r"features with weights, and without, \['a'\]"),
-        ([kjt("a", [1]), kjt("b", [1], stride_per_key=[1], inverse_indices=inverse)], "kjt_list has inverse_indices"),
+        ([], "kjt_list must have at least one"),
+        ([kjt("a", [1]), kjt("a", [1])], r"keys must be unique, got \['a', 'a'\]"),
+        ([kjt("a", [1]), weighted], r"features without weights, \['a'\]"),
+        (
+            [kjt("a", [1]), kjt("b", [1], stride_per_key=[1], inverse_indices=inverse)],
+            "kjt_list must not have inverse_indices",
+        ),
     ]
     for parts, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -104,7 +107,7 @@ def test_with_rest(windows: bool) -> None:
 
 def test_with_rest_refuses() -> None:
     few = rk.InverseKeyedJaggedTensor.from_kjt(kjt("a", [1, 1, 1]), [["a"]])
-    with pytest.raises(ValueError, match=r"features must have 3 bags each, one for each sample, got \[2\]"):
+    with pytest.raises(ValueError, match=r"features must have 3 bags each, one per sample, got \[2\]"):
         few.with_rest(kjt("b", [1, 1]))
-    with pytest.raises(ValueError, match=r"keys must differ, got \['a', 'a'\]"):
+    with pytest.raises(ValueError, match=r"keys must be unique, got \['a', 'a'\]"):
         few.with_rest(kjt("a", [1, 1, 1]))

@@ -187,14 +187,14 @@ META = WEIGHTS.to("meta")
         ({"lengths": [2, 2, 1, 1]}, TypeError, "lengths must be a tensor, got list"),
         ({"offsets": torch.tensor([[0, 2, 4, 5, 6]])}, ValueError, r"offsets must be .* got torch.int64 \[1, 5\]"),
         ({"offsets": torch.tensor(0)}, ValueError, r"offsets must be .* with one dimension, got torch.int64 \[\]"),
-        ({"values": torch.tensor(1), "lengths": LENGTHS}, ValueError, "values must have one dimension at least"),
-        ({}, ValueError, "lengths or offsets must be given: there are values"),
+        ({"values": torch.tensor(1), "lengths": LENGTHS}, ValueError, "values must have at least 1 dimension"),
+        ({}, ValueError, "lengths or offsets must be given with values"),
         ({"values": [1], "lengths": LENGTHS}, TypeError, "values must be a tensor, got list"),
         ({"lengths": LENGTHS, "weights": META}, ValueError, "weights must be on values' device, cpu, got meta"),
         ({"lengths": LENGTHS, "weights": IDS}, ValueError, "weights must be floating-point numbers, got torch.int64"),
         ({"lengths": LENGTHS, "weights": WEIGHTS[1:]}, ValueError, "weights must have"),
         ({"lengths": LENGTHS[1:]}, ValueError, "not a multiple of the 2 keys"),
-        ({"keys": ["a", "a"], "lengths": LENGTHS}, ValueError, "must differ"),
+        ({"keys": ["a", "a"], "lengths": LENGTHS}, ValueError, "must be unique"),
     ],
 )
 def test_tensors_that_do_not_fit(given: dict, error: type[Exception], message: str) -> None:

@@ -112,14 +112,14 @@ def test_from_offsets_list() -> None:
         (lambda: KJT.from_lists({"a": [[1.5]]}), TypeError, r"features\['a'\] must have ids, got 1\.5"),
         (lambda: KJT.from_lists({"a": [[True]]}), TypeError, r"must have ids, got True"),
         (lambda: KJT.from_lists({"a": [[1]]}, {"b": [[1]]}), ValueError, r"weights must have the features \['a'\]"),
-        (lambda: KJT.from_lists({"a": [[1]]}, {"a": [[]]}), ValueError, r"a number for each id"),
+        (lambda: KJT.from_lists({"a": [[1]]}, {"a": [[]]}), ValueError, r"one weight for each id"),
         (lambda: KJT.from_padded(["a"], torch.zeros(2, 3, 4).long(), 0), ValueError, r"\[F, B, L\] of 1 keys"),
-        (lambda: KJT.from_padded(["a", "a"], torch.zeros(2, 3, 4).long(), 0), ValueError, r"differ, got \['a', 'a'\]"),
+        (lambda: KJT.from_padded(["a", "a"], torch.zeros(2, 3, 4).long(), 0), ValueError, r"unique, got \['a', 'a'\]"),
         (lambda: KJT.from_padded("ab", torch.zeros(2, 3, 4).long(), 0), ValueError, r"keys must be a list .* 'ab'"),
         (
             lambda: KJT.from_offsets_list(["a", "a"], [torch.arange(3)] * 2, [torch.tensor([0])] * 2),
             ValueError,
-            r"keys must differ, got \['a', 'a'\]",
+            r"keys must be unique, got \['a', 'a'\]",
         ),
         (
             lambda: KJT.from_offsets_list(["a"], [torch.arange(3)], []),
@@ -149,7 +149,7 @@ def test_from_offsets_list() -> None:
             ValueError,
             r"weights\[0\] must have values\[0\]'s shape, \[3\], got \[2\]",
         ),
-        (lambda: batch().split([1, 1]), ValueError, r"segments must be at least 0 and 3 together"),
+        (lambda: batch().split([1, 1]), ValueError, r"segments must be at least 0 and add up to 3"),
         (lambda: batch().permute([3]), IndexError, r"in \[0, 3\), got 3"),
         (lambda: batch().weights(), ValueError, r"weights_or_none\(\)"),
         (lambda: batch().inverse_indices(), ValueError, r"inverse_indices_or_none\(\)"),
@@ -161,12 +161,12 @@ def test_from_offsets_list() -> None:
         (
             lambda: KJT(["a"], torch.arange(2), lengths=torch.tensor([2]), offsets=torch.tensor([0, 1])),
             ValueError,
-            r"lengths\[0\] = 2 must be 1, as offsets say",
+            r"lengths\[0\] = 2 must be 1, the length that offsets give",
         ),
         (
             lambda: KJT(["a"], torch.arange(2), lengths=torch.tensor([2]), offsets=torch.tensor([0, 1, 2])),
             ValueError,
-            "lengths describe 1 bags, and offsets 2",
+            "lengths describe 1 bags, but offsets 2",
         ),
         (
             lambda: KJT(["a"], torch.arange(2), lengths=torch.tensor([1, 1]), offset_per_key=[0, 1]),
@@ -176,12 +176,12 @@ def test_from_offsets_list() -> None:
         (
             lambda: KJT(["a"], torch.arange(2), lengths=torch.tensor([1, 1]), length_per_key=[1, 1]),
             ValueError,
-            r"offset_per_key must be 2 numbers, .*\[0, 1, 2\]",
+            r"offset_per_key must have 2 elements, .*\[0, 1, 2\]",
         ),
         (
             lambda: KJT(["a"], torch.arange(2), lengths=torch.tensor([2]), length_per_key=[1], offset_per_key=[0, 2]),
             ValueError,
-            r"length_per_key must be \[0, 2\]'s steps, got \[1\]",
+            r"length_per_key must be the differences of offset_per_key, \[0, 2\], got \[1\]",
         ),
         (
             lambda: KJT(
@@ -195,19 +195,19 @@ def test_from_offsets_list() -> None:
             r"stride_per_key must be the sums of stride_per_key_per_rank, \[2\], got \[1\]",
         ),
         (lambda: _strides([2, 3]), ValueError, "stride_per_key must have a batch size for each of the 3 keys"),
-        (lambda: _strides([2, 3, 3]), ValueError, "lengths describe 9 bags, and stride_per_key 8"),
+        (lambda: _strides([2, 3, 3]), ValueError, "lengths describe 9 bags, but stride_per_key adds up to 8"),
         (lambda: _strides(None, "a", torch.zeros(1, 2).long()), ValueError, "give stride_per_key"),
         (
             lambda: _strides([2, 3, 4], "a", torch.zeros(1, 2).long()),
             ValueError,
-            r"inverse_indices lack the keys \['b', 'c'\]",
+            r"inverse_indices are missing the keys \['b', 'c'\]",
         ),
         (
             lambda: _strides([2, 3, 4], "abc", torch.zeros(3, 2)),
             ValueError,
             r"inverse_indices must be int64 \[3, B\]",
         ),
-        (lambda: rk.JaggedTensor.from_dense([]), ValueError, "values are empty"),
+        (lambda: rk.JaggedTensor.from_dense([]), ValueError, "values must have at least one tensor"),
         (lambda: rk.JaggedTensor.from_dense(*[[torch.arange(2)]] * 2), ValueError, r"floating-point .* torch\.int64"),
         (
             lambda: rk.JaggedTensor.from_dense([torch.rand(2)], [torch.rand(2, 3)]),
@@ -222,13 +222,13 @@ def test_from_offsets_list() -> None:
         (
             lambda: rk.JaggedTensor.from_dense([torch.rand(2)], [torch.rand(1)]),
             ValueError,
-            r"weights must be rows of the lengths of values, \[2\], got \[1\]",
+            r"weights must have rows as long as those of values, \[2\], got \[1\]",
         ),
         (lambda: rk.JaggedTensor.from_dense_lengths(*[torch.arange(2)] * 2), ValueError, r"\[B, L, ...\], got \[2\]"),
         (
             lambda: rk.JaggedTensor.from_dense_lengths(torch.rand(2, 3), torch.tensor([1])),
             ValueError,
-            r"lengths must be one for each of 2 rows, got \[1\]",
+            r"lengths must be \[2\], one per row of values, got \[1\]",
         ),
         (
             lambda: rk.JaggedTensor.from_dense_lengths(torch.rand(2, 3), torch.tensor([1, 4])),
@@ -238,7 +238,7 @@ def test_from_offsets_list() -> None:
         (
             lambda: rk.JaggedTensor.from_dense_lengths(torch.rand(2, 3), torch.tensor([1, 3]), torch.rand(2)),
             ValueError,
-            r"weights must be \[2, 3\], as values, got \[2\]",
+            r"weights must be \[2, 3\], like values, got \[2\]",
         ),
         (lambda: rk.KeyedTensor(["a"], [1], torch.rand(1, 1), 0), ValueError, "key_dim must be 1, the columns, got 0"),
         (lambda: rk.KeyedTensor.from_tensor_list([], [], 1, 0), ValueError, "cat_dim must be 1, the columns, got 0"),
@@ -302,7 +302,7 @@ def test_features_that_come_twice() -> None:
     table = rk.EmbeddingBagConfig(20, 4, name="t", feature_names=["a", "b"])
     collection = rk.EmbeddingBagCollection([table])
     assert torch.equal(collection(twice).values(), collection(batch()).values())
-    with pytest.raises(ValueError, match="keys must differ"):
+    with pytest.raises(ValueError, match="keys must be unique"):
         rk.InverseKeyedJaggedTensor.from_kjt(twice, [["a"]])
 
 
@@ -362,11 +362,11 @@ def test_regrouped_columns() -> None:
     assert list(rk.KeyedTensor.regroup_as_dict([one, two], groups, ["x", "y"])) == ["x", "y"]
     with pytest.raises(KeyError, match=r"groups name \['z'\]"):
         rk.KeyedTensor.regroup([one], [["z"]])
-    with pytest.raises(ValueError, match="keys must differ"):
+    with pytest.raises(ValueError, match="keys must be unique"):
         rk.KeyedTensor.regroup([one, one], groups)
-    with pytest.raises(ValueError, match="keys must name each of 2 groups"):
+    with pytest.raises(ValueError, match="keys must have one name for each of 2 groups"):
         rk.KeyedTensor.regroup_as_dict([one, two], groups, ["x"])
-    with pytest.raises(ValueError, match=r"keys must differ, got \['x', 'x'\]"):
+    with pytest.raises(ValueError, match=r"keys must be unique, got \['x', 'x'\]"):
         rk.KeyedTensor.regroup_as_dict([one, two], groups, ["x", "x"])
     with pytest.raises(ValueError, match="one \\[B, D\\] for each of 1 keys"):
         rk.KeyedTensor.from_tensor_list(["a"], tensors)

@@ -180,7 +180,7 @@ def test_schedulers_and_states() -> None:
     turned.fused_optimizer.load_state_dict(collection.fused_optimizer.state_dict())
     assert [g["lr"] for g in turned.fused_optimizer.param_groups] == [0.1, 0.0, 0.15]
     few = rk.EmbeddingBagCollection(_tables({"a": None}), optimizer=rk.SGD(lr=0.1))
-    with pytest.raises(ValueError, match="the state has groups of tables"):
+    with pytest.raises(ValueError, match="the state has parameter groups for tables"):
         few.fused_optimizer.load_state_dict(collection.fused_optimizer.state_dict())
 
 

@@ -122,7 +122,9 @@ def test_a_collection_takes_tables_of_parts() -> None:
     module = rk.EmbeddingBagCollection(tables, optimizer=rk.SGD(), cache=rk.RowCache(fractions))
     assert module.row_cache.fractions == [fractions["a"], 0.0, 0.0]
     for name, fraction in (("q", 0.1), ("q_0", 0.0), ("x", 0.0)):
-        with pytest.raises(ValueError, match=rf"fraction names \['{name}'\], which are no tables of one part: .*'a'"):
+        with pytest.raises(
+            ValueError, match=rf"fraction names \['{name}'\], which are not tables with a single part: .*'a'"
+        ):
             rk.EmbeddingBagCollection(tables, optimizer=rk.SGD(), cache=rk.RowCache({name: fraction}))
 
 

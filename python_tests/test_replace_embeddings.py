@@ -136,8 +136,8 @@ def test_errors() -> None:
     model = Model()
     before = list(model.modules())
     cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-        (nn.Embedding(5, 4), {}, TypeError, "model must be a module that has embeddings inside, got Embedding: "),
-        ("model", {}, TypeError, "model must be a module that has embeddings inside, got str"),
+        (nn.Embedding(5, 4), {}, TypeError, "model must be a module that contains embeddings, got Embedding: "),
+        ("model", {}, TypeError, "model must be a module that contains embeddings, got str"),
         (model, {"trained_by": 3}, TypeError, "trained_by must be a torch.optim.Optimizer, a list of some .*, got 3"),
         (
             model,
@@ -170,7 +170,9 @@ def test_distributed_data_parallel(tmp_path: Any) -> None:
     """A model that is already wrapped is rejected."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        with pytest.raises(ValueError, match=r"model: it is a DistributedDataParallel, .*: replace first, then wrap"):
+        with pytest.raises(
+            ValueError, match=r"model: it is a DistributedDataParallel, .*: replace the embeddings before wrapping"
+        ):
             rk.replace_embeddings(nn.parallel.DistributedDataParallel(Model(sparse=False)))
     finally:
         torch.distributed.destroy_process_group()
@@ -217,7 +219,7 @@ def test_torchrec_model() -> None:
     report = rk.replace_embeddings(other)
     assert "its parameters are new, for an optimizer of torch made from now on" in str(report)
     assert "parameters are new" not in str(found)
-    with pytest.warns(UserWarning, match=r"SGD was given tables that rk\.replace_embeddings has replaced since"):
+    with pytest.warns(UserWarning, match=r"SGD was given tables that rk\.replace_embeddings has since replaced"):
         train(other, range(1), [late])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -242,7 +244,7 @@ def test_sharded_is_left(tmp_path: Any) -> None:
         assert [(f.names, f.kind, f.reason) for f in found.left] == [(["0.a"], "ShardedEmbeddingBagCollection", reason)]
         with pytest.raises(ValueError, match=f"theirs: {reason}"):
             rk.convert_embeddings(sharded.module["a"])
-        with pytest.raises(TypeError, match=r"got ShardedEmbeddingBagCollection: rk\.distributed\.torchrec_state"):
+        with pytest.raises(TypeError, match=r"got ShardedEmbeddingBagCollection: use rk\.distributed\.torchrec_state"):
             rk.import_tables(ours, sharded.module["a"])
     finally:
         torch.distributed.destroy_process_group()
@@ -344,12 +346,12 @@ def test_rows_have_one_place() -> None:
     names = ["a", "b"]
     ours = rk.EmbeddingBagCollection([rk.EmbeddingBagConfig(5, 2, name=n, feature_names=[n]) for n in names])
     layer = nn.Embedding(5, 2)
-    with pytest.raises(ValueError, match="tables 'a' and 'b' have one weight"):
+    with pytest.raises(ValueError, match="tables 'a' and 'b' share a weight"):
         rk.export_tables(ours, nn.ModuleDict({"a": layer, "b": layer}))
     theirs = nn.ModuleDict({n: nn.Embedding(5, 2) for n in names})
     theirs["b"].weight = nn.Parameter(torch.zeros(1, 2).expand(5, 2), requires_grad=False)
     before = theirs["a"].weight.clone()
-    with pytest.raises(ValueError, match="table 'b': weight must have memory for each number"):
+    with pytest.raises(ValueError, match="table 'b': weight must have memory for each element"):
         rk.export_tables(ours, theirs)
     assert torch.equal(theirs["a"].weight, before)
     absent = nn.ModuleDict({n: nn.Embedding(5, 2, device="meta") for n in names})

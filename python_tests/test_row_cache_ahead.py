@@ -17,7 +17,7 @@ from rec_kernels.nn.tables.prefetch import PrefetchedBatch, TableCall
 from rec_kernels.testing import same_bits
 
 LFU = rk.RowCache(0.4, ways=4, policy="lfu", decay_every=3)
-ALREADY = "after prefetch.., whose batch has its rows in the cache already"
+ALREADY = "cannot run after prefetch..: the prefetched rows are already in the cache"
 
 
 def pair(cache: rk.RowCache = SMALL, **options) -> list:
@@ -110,7 +110,7 @@ def test_other_kinds_of_batches() -> None:
 def uses(c) -> dict[str, object]:
     """Actions that are not allowed between prefetch and lookup."""
     return {
-        "a lookup of another one": lambda: c(batch(c, 9)),
+        "a lookup of another batch": lambda: c(batch(c, 9)),
         "prefetch.. of another batch": lambda: c.prefetch(batch(c, 9)),
         "a lookup in eval.. mode or without gradients": lambda: torch.no_grad()(c)(batch(c, 1)),
         "flush.. or state_dict..": c.state_dict,
@@ -230,7 +230,7 @@ def test_a_batch_that_was_written_to() -> None:
     given = batch(c, 1)
     c.prefetch(given)
     given.values()[0] ^= 1
-    with pytest.raises(RuntimeError, match=f"a lookup of another one {ALREADY}"):
+    with pytest.raises(RuntimeError, match=f"a lookup of another batch {ALREADY}"):
         c(given)
 
 

@@ -115,9 +115,9 @@ WRONG_PLACES = [
     ("cache_sets", 3, 1, r"cache.sets\[3\] = 1 must be 0: feature 3 has several parts"),
     ("cache_sets", 4, 1, r"cache.sets\[4\] = 1 must be 0: feature 3 has several parts"),
     ("cache_first_sets", 0, -1, r"cache.first_sets\[0\] = -1 must not be negative"),
-    ("cache_row_offsets", 0, -1, r"cache.row_offsets\[0\]: its first slot starts at element -1"),
-    ("cache_row_offsets", 2, -49, r"cache.row_offsets\[2\]: its first slot starts at element -1"),
-    ("cache_row_offsets", 2, -25, r"cache.row_offsets\[2\]: its slots lie in the memory of those of part [01]"),
+    ("cache_row_offsets", 0, -1, r"cache.row_offsets\[0\] places its first slot at element -1"),
+    ("cache_row_offsets", 2, -49, r"cache.row_offsets\[2\] places its first slot at element -1"),
+    ("cache_row_offsets", 2, -25, r"cache.row_offsets\[2\]: its slots overlap those of part [01]"),
     ("table_ids", 1, -1, r"table_ids\[1\] = -1 must be in \[0, 65536\)"),
     ("table_ids", 1, 65536, r"table_ids\[1\] = 65536 must be in \[0, 65536\)"),
 ]
@@ -175,7 +175,7 @@ def test_bad_number() -> None:
 def test_tables_of_two_widths_share_no_sets() -> None:
     """Tables of two widths must not share sets: their rows would overlap."""
     case = good_case()
-    with pytest.raises(ValueError, match=r"cache.first_sets\[\d\]: its sets are some of those of part \d"):
+    with pytest.raises(ValueError, match=r"cache.first_sets\[\d\] = \d+: its sets overlap those of part \d"):
         case.layout(cache_first_sets=[0, 0, 1, 0, 0], cache_row_offsets=[0, 0, 16, 0, 0])
 
 

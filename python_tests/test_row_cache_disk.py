@@ -176,7 +176,7 @@ def test_a_batch_that_does_not_fit(tmp_path) -> None:
     """MemoryError has both numbers; nothing changes, and smaller batches continue with the bits of memory."""
     memory, disk = trained_pair(LFU, tmp_path / "rows")
     before = state_without_tables(disk)
-    message = r"\d+ bytes.*memory_budget is \d+ bytes beside the cache's slots: give it more memory_budget"
+    message = r"\d+ bytes.*memory_budget is \d+ bytes, without the cache's slots: increase memory_budget"
     for context in (contextlib.nullcontext(), torch.no_grad()):
         with context, pytest.raises(MemoryError, match=message):
             disk(batch(disk, 7, size=100))

@@ -48,7 +48,7 @@ def test_the_generation_of_the_checkpoint(tmp_path) -> None:
     crashed = copied_files(path, "crashed")
     again = copied_files(path, "again")
     last = make(on_disk(LFU, crashed))
-    message = rf"file_generation is {given} and .*crashed has generation {given + 1}: .*generation={given}\)"
+    message = rf"file_generation is {given}, but .*crashed has generation {given + 1}: .*generation={given}\)"
     before = state_without_tables(last)
     with pytest.raises(RuntimeError, match=message):
         last.load_state_dict(state)
@@ -73,11 +73,11 @@ def test_states_of_tables_that_went_on_are_refused(tmp_path) -> None:
     state = copied(c.state_dict())
     c.load_state_dict(state)  # nothing has changed since
     train(c, 6, 12)
-    with pytest.raises(RuntimeError, match="whose rows have changed since: open the file anew"):
+    with pytest.raises(RuntimeError, match="whose rows have changed since: reopen the file"):
         c.load_state_dict(state)
     c.flush()
     given = int(state["file_generation"])
-    with pytest.raises(RuntimeError, match=f"file_generation is {given} and .* has generation {given + 1}: open"):
+    with pytest.raises(RuntimeError, match=f"file_generation is {given}, but .* has generation {given + 1}: reopen"):
         c.load_state_dict(state)
 
 
@@ -102,7 +102,7 @@ def test_states_stay_good_while_nothing_changes(cache: rk.RowCache, tmp_path) ->
     between = copied(c.state_dict())
     pooled.square().sum().backward()
     c.flush()
-    with pytest.raises(RuntimeError, match=f"file_generation is {i + 3} and .* has generation {i + 4}"):
+    with pytest.raises(RuntimeError, match=f"file_generation is {i + 3}, but .* has generation {i + 4}"):
         c.load_state_dict(between)
 
 
@@ -114,7 +114,7 @@ def test_states_of_other_files_are_refused(tmp_path) -> None:
     state, own = copied(one.state_dict()), copied(other.state_dict())
     assert state["file_generation"] == own["file_generation"]
     before = state_without_tables(other)
-    with pytest.raises(RuntimeError, match=r"file_identity is -?\d+ and that of .*other is -?\d+: .*another file"):
+    with pytest.raises(RuntimeError, match=r"file_identity is -?\d+, but that of .*other is -?\d+: .*another file"):
         other.load_state_dict(state)
     assert_unchanged(other, before)
     one.load_state_dict(state)

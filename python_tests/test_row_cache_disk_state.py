@@ -80,7 +80,7 @@ def test_states_with_tables_are_refused(tmp_path) -> None:
     """States with tables are rejected: tables are in the file."""
     memory, disk = pair(LRU, tmp_path / "rows")
     with pytest.raises(
-        RuntimeError, match=r"embedding_bags\.a\.weight cannot be loaded: the tables are those of .*rows"
+        RuntimeError, match=r"embedding_bags\.a\.weight cannot be loaded: the rows of this table are in .*rows"
     ):
         disk.load_state_dict(memory.state_dict())
     assert_equal_state(memory, disk)
@@ -147,19 +147,19 @@ def test_arguments(tmp_path) -> None:
     for options in ({"path": tmp_path / "x"}, {"memory_budget": 1}):
         with pytest.raises(ValueError, match=r"must be given for backing 'disk'"):
             rk.RowCache(backing="disk", **options)
-        with pytest.raises(ValueError, match=r"is for backing 'disk'"):
+        with pytest.raises(ValueError, match=r"requires backing 'disk'"):
             rk.RowCache(**options)
-    with pytest.raises(ValueError, match="generation is for backing 'disk'"):
+    with pytest.raises(ValueError, match="generation requires backing 'disk'"):
         rk.RowCache(generation=1)
     with pytest.raises(ValueError, match="backing"):
         rk.RowCache(backing="tape")
-    with pytest.raises(ValueError, match=r"memory_budget = 90000 must be (\d+) or more") as caught:
+    with pytest.raises(ValueError, match=r"memory_budget = 90000 must be at least (\d+)") as caught:
         make(on_disk(LRU, tmp_path / "x", 90_000))
     assert not (tmp_path / "x").exists()
-    least = int(re.search(r"must be (\d+)", str(caught.value))[1])
+    least = int(re.search(r"must be at least (\d+)", str(caught.value))[1])
     step(make(on_disk(LRU, tmp_path / "x", least)), 0)
     for device in ["cuda", "xpu"]:
-        with pytest.raises(ValueError, match=f"backing 'disk' is for collections on the CPU, got device '{device}'"):
+        with pytest.raises(ValueError, match=f"backing 'disk' requires a collection on the CPU, got device '{device}'"):
             make(on_disk(LRU, tmp_path / "y"), device=device)
 
 
@@ -255,7 +255,7 @@ def test_loading_drops_what_came_after(given: str, tmp_path) -> None:
         other.load_state_dict(state)
     for name, t in tables_of(other).items():
         assert torch.equal(t, rows[name]), name
-    with pytest.raises(RuntimeError, match="file_generation is missing: of which state"):
+    with pytest.raises(RuntimeError, match="file_generation is missing, so the generation"):
         other.load_state_dict(other.row_cache.own_state("row_cache."), strict=False)
     other.close()
     assert all(torch.equal(t, rows[n]) for n, t in tables_of(opened()).items())
@@ -290,7 +290,7 @@ def test_written_weights_are_refused(tmp_path) -> None:
         disk.embedding_bags["c"].weight.fill_(7.0)
     calls = disk.flush, disk.state_dict, disk.reset_cache_states, lambda: disk(batch(disk))
     for call in calls:
-        with pytest.raises(RuntimeError, match="the weight of table 'c' was written, and the table is in a file"):
+        with pytest.raises(RuntimeError, match="the weight of table 'c' was written, but the table is in a file"):
             call()
     disk.close()
     again = make(on_disk(LRU, tmp_path / "rows"))
@@ -311,7 +311,7 @@ def test_compiled_and_exported(tmp_path) -> None:
 
 def test_an_init_of_all_rows(tmp_path) -> None:
     """An init of more rows than the budget warns, unless it is elementwise in torch."""
-    with pytest.warns(UserWarning, match=r"table '[abdcq]': its init is given all rows at once, \d+ bytes in float32"):
+    with pytest.warns(UserWarning, match=r"table '[abdcq]': its init receives all rows at once, \d+ bytes in float32"):
         make(on_disk(LRU, tmp_path / "rows"), init=lambda rows: nn.init.uniform_(rows)).close()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

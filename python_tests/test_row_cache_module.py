@@ -44,7 +44,7 @@ WRONG = [
     ({"policy": "fifo"}, "policy must be 'lru' or 'lfu', got 'fifo'"),
     ({"policy": "lfu", "decay_every": -1}, "decay_every must be an integer, at least 0 and below 2\\^63, got -1"),
     ({"policy": "lfu", "decay_every": 1.5}, r"decay_every must be an integer, at least 0 and below 2\^63, got 1\.5"),
-    ({"decay_every": 3}, "decay_every = 3 is for policy 'lfu', got 'lru'"),
+    ({"decay_every": 3}, "decay_every = 3 requires policy 'lfu', got 'lru'"),
 ]
 
 
@@ -57,11 +57,11 @@ def test_wrong_arguments(arguments: dict, message: str) -> None:
 
 def test_collections_that_have_no_cache() -> None:
     """A cache without a fused optimizer, of another class than rk.RowCache, or with unknown table names is rejected."""
-    with pytest.raises(ValueError, match=r"cache must be an rk.RowCache, and .* optimizer None"):
+    with pytest.raises(ValueError, match=r"cache must be None, or an rk.RowCache in .* optimizer None"):
         make(None, SMALL)
-    with pytest.raises(ValueError, match=r"cache must be an rk.RowCache.* got 0\.5"):
+    with pytest.raises(ValueError, match=r"cache must be None, or an rk.RowCache.* got 0\.5"):
         make(cache=0.5)
-    with pytest.raises(ValueError, match=r"fraction names \['store'\], which are no tables of one part"):
+    with pytest.raises(ValueError, match=r"fraction names \['store'\], which are not tables with a single part"):
         make(cache=rk.RowCache({"store": 0.5, "t0": 0.1}))
     assert make(cache=None).row_cache is None
 

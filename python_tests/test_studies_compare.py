@@ -146,7 +146,7 @@ def test_interruption_tells_how_to_go_on(command, tmp_path, monkeypatch, capsys)
 def test_folders_of_others_are_refused(command, tmp_path, capsys):
     with compare._locked(tmp_path / "c"):
         assert command("a", "b") == 1
-    assert "another process is at the comparison" in capsys.readouterr().err
+    assert "another process is running the comparison" in capsys.readouterr().err
     (tmp_path / "c" / "config.json").touch()
     assert command("a", "b") == 1
     assert f"{tmp_path / 'c'} is a run, not a comparison" in capsys.readouterr().err
@@ -160,7 +160,7 @@ def test_folders_of_others_are_refused(command, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["a"], "there is one configuration, 'a': a comparison needs 2 or more"),
+        (["a"], "there is only one configuration, 'a': a comparison needs at least 2"),
         (["a", "a:lr=0.5"], "two configurations are named 'a'"),
         (["a", "../b:lr=0.5"], "its name is '../b', allowed is at most 200 letters, digits"),
         (["a", ":lr=0.5"], "its name is '', allowed is at most 200 letters"),
@@ -190,25 +190,25 @@ def test_folders_of_others_are_refused(command, tmp_path, capsys):
         ),
         (
             ["a", "b", "--cross-rank", "8"],
-            "cross_rank is 8, which does nothing without model 'dcnv2' (now 'dlrm'): leave it out",
+            "cross_rank is 8, which has no effect without model 'dcnv2' (now 'dlrm'): leave it out",
         ),
         (
             ["--model", "dlrm,wukong", "--cross-rank", "8"],
             "without model 'dcnv2' (now 'dlrm' or 'wukong'): leave it out",
         ),
-        (["a", "b:cross_rank=8"], "configuration 'b:cross_rank=8': cross_rank is 8, which does nothing without"),
+        (["a", "b:cross_rank=8"], "configuration 'b:cross_rank=8': cross_rank is 8, which has no effect without"),
         (["a:model=dcnv2", "b:cross_rank=8"], "configuration 'b:cross_rank=8': cross_rank is 8, which"),
-        ([], "there is nothing to compare: give configurations, or lists as in --format fp32,int8"),
+        ([], "there is nothing to compare: give configurations, or lists such as --format fp32,int8"),
         (["--embedding", "qr"], "there is nothing to compare"),
         (["--embedding", "full,qr4"], "embedding is 'full,qr4', allowed is full, hash, qr,"),
         (["--embedding", "qr,qr"], "embedding is 'qr,qr', allowed is"),
         (["--model", "dlrm,dcn"], "model is 'dlrm,dcn', allowed is dlrm, dcnv2, wukong, or several of them"),
         (
             ["a", "b:embedding=qr", "--embedding", "full,hash"],
-            "configuration 'b:embedding=qr': 'embedding' is given, and --embedding is a list: leave one out",
+            "configuration 'b:embedding=qr': 'embedding' is given, but --embedding is a list: leave one out",
         ),
-        (["a:model=dcnv2", "--model", "dlrm,dcnv2"], "'model' is given, and --model is a list: leave one out"),
-        (["a:rounding=nearest", "--format", "fp32,int8"], "'rounding' is given, and --format or --rounding is a "),
+        (["a:model=dcnv2", "--model", "dlrm,dcnv2"], "'model' is given, but --model is a list: leave one out"),
+        (["a:rounding=nearest", "--format", "fp32,int8"], "'rounding' is given, but --format or --rounding is a "),
         (["a", "b", "--device", "tpu"], "device is 'tpu', allowed is cpu or cuda"),
     ],
 )

@@ -313,17 +313,17 @@ MALFORMED = [
     ("ml-100k", "u.data", 2, "", r"line 2: 1 columns, expected 4"),
     ("ml-100k", "u.item", 1, "1|x|||y", r"u\.item, line 1: 5 columns, expected 24 separated by '\|'"),
     ("ml-100k", "u.item", 2, "2|x|||y" + "|2" * 19, r"u\.item, line 2: unknown is '2', allowed are 0 and 1"),
-    ("ml-100k", "u.user", 2, "1|2|M|x|y", r"u\.user, line 2: user 1 is there already, in line 1"),
+    ("ml-100k", "u.user", 2, "1|2|M|x|y", r"u\.user, line 2: user 1 is already in line 1"),
     ("ml-1m", "ratings.dat", 4, "1:x:2::3::5", r"ratings\.dat, line 4: 3 columns, expected 4 separated by '::'"),
     ("ml-1m", "ratings.dat", 4, "1::2::3::5:", r"ratings\.dat, line 4: timestamp is '5:'"),
-    ("ml-1m", "movies.dat", 2, "1::x::y", r"movies\.dat, line 2: movie 1 is there already, in line 1"),
+    ("ml-1m", "movies.dat", 2, "1::x::y", r"movies\.dat, line 2: movie 1 is already in line 1"),
     ("ml-1m", "users.dat", 3, "u::F::1::2::3", r"users\.dat, line 3: user is 'u'"),
     (
         "csv",
         "ratings.csv",
         1,
         "user,movie",
-        r"ratings\.csv, line 1: columns are 'user,movie', needed are, once each, u",
+        r"ratings\.csv, line 1: columns are 'user,movie', must include, once each, u",
     ),
     ("csv", "ratings.csv", 9, "1,2,3", r"ratings\.csv, line 9: 3 columns"),
     ("csv", "ratings.csv", 4, "0_3,2,3,4", r"ratings\.csv, line 4: user is '0_3'"),
@@ -334,7 +334,7 @@ MALFORMED = [
     ("csv", "movies.csv", 3, "7" * 19 + ",x,y", r"movies\.csv, line 3: movie is '7777777777777777777'"),
     ("csv", "movies.csv", 3, "7" * 2**20, r"movies\.csv, line 3: it has 1048576 characters or more: '7777"),
     ("atomic", "ml.inter", 5, "1\t2\t3\t-5", r"ml\.inter, line 5: timestamp is '-5'"),
-    ("atomic", "ml.item", 1, "item_id:token\tgenre:x\tclass:y", r"ml\.item, line 1: columns are .*, needed are"),
+    ("atomic", "ml.item", 1, "item_id:token\tgenre:x\tclass:y", r"ml\.item, line 1: columns are .*, must include"),
 ]
 
 
@@ -380,15 +380,15 @@ def test_missing_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"has no ratings of MovieLens: path must be a folder with one of .*\*\.inter"):
         find(tmp_path)
     lines(tmp_path / "ratings.csv", ["userId,movieId,rating,timestamp"])
-    with pytest.raises(
-        DataError, match=r"movies\.csv does not exist: ratings\.csv goes with movies\.csv in the same f"
-    ):
+    with pytest.raises(DataError, match=r"movies\.csv does not exist: ratings\.csv needs movies\.csv in the same f"):
         find(tmp_path)
     lines(tmp_path / "movies.csv", ["movieId,title,genres"])
     with pytest.raises(DataError, match=r"ratings\.csv (has 0 ratings|cannot be read: Empty CSV)"):
         MovieLens(tmp_path, data_dir=tmp_path / "store")
     lines(tmp_path / "ratings.csv", ["userId,movieId,rating,timestamp", *("1,2,3,4",) * 20])
-    with pytest.raises(DataError, match=r"has 20 ratings, none of them for the test: needed is a user with 10 ratings"):
+    with pytest.raises(
+        DataError, match=r"has 20 ratings, none of them for the test: at least one user needs 10 ratings"
+    ):
         MovieLens(tmp_path, data_dir=tmp_path / "store")
     (tmp_path / "u.data").write_bytes(b"")
     with pytest.raises(DataError, match=r"has several files of ratings, ratings\.csv, u\.data: path must name one"):

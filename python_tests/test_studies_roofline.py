@@ -136,7 +136,7 @@ def test_runs_without_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture) -
     records = metrics.read_text()
     metrics.write_text(records.replace('"device": "cpu"', '"device": "Some GPU"'))
     assert main(["roofline", str(tmp_path / "run")]) == 1
-    assert "has run on Some GPU, whose times of parts are the host's" in capsys.readouterr().err
+    assert "was trained on Some GPU, where only the host's part" in capsys.readouterr().err
     metrics.write_text(records[: records.index('{"kind": "test"')])
     assert main(["roofline", str(tmp_path / "run")]) == 1
     assert "run is not finished: a profile needs a run that was tested" in capsys.readouterr().err

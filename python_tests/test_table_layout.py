@@ -111,15 +111,15 @@ def _shards(**changes: list | None) -> dict[str, rk.Shards]:
     ("given", "message"),
     [
         (_shards(first_rows=[-1, 0]), "shards.first_rows[0] = -1 must not be negative"),
-        (_shards(first_rows=[0, 4]), "shards.table_rows[1] = 6 must be at least 7, where the shard's rows end"),
+        (_shards(first_rows=[0, 4]), "shards.table_rows[1] = 6 must be at least 7, the end of the shard's rows"),
         (_shards(table_rows=[2**44 + 1, 6]), f"shards.table_rows[0] = {2**44 + 1} must be at most 2^44"),
         (_shards(first_columns=[0, 2]), "shards.first_columns[1] = 2 must be a multiple of 4 in [0, 2^31)"),
         (_shards(first_columns=[4, 0]) | {"formats": ["mx6", "fp32"], "weight_offsets": [0, 400]}, "multiple of 16"),
         (_shards(first_columns=[0]), "shards.first_columns must have an element for each of the 2 parts, got 1"),
         ({"mean": [True]}, "mean must have an element for each of the 2 features, got 1"),
         ({"frozen": [True] * 3}, "frozen must have an element for each of the 2 features, got 3"),
-        ({"widest_feature": 31}, "widest_feature = 31 must be 32, the most columns of a feature, or more"),
-        ({"state_offsets": [0, 79]}, "state_offsets[1] = 79 lies in the table of feature 0"),
+        ({"widest_feature": 31}, "widest_feature = 31 must be at least 32, the columns of the widest feature"),
+        ({"state_offsets": [0, 79]}, "state_offsets[1] = 79 is inside the table of feature 0"),
         ({"num_rows": 2**63}, f"num_rows = {2**63} must be below 2^63"),
         (
             {"partitions": rk.IdPartitions([0, 1, 2], [2**63, 1], [5, 3], [5, 3], ["concat"] * 2)},
@@ -129,7 +129,7 @@ def _shards(**changes: list | None) -> dict[str, rk.Shards]:
             {"cache": rk.CachePlaces(1, [1, 0], [0, 0], [2**63, 0])},
             f"cache.row_offsets[0] = {2**63} must be below 2^63",
         ),
-        ({"row_offsets": [0, 4]}, "row_offsets[1] = 4 lies in the table of feature 0"),
+        ({"row_offsets": [0, 4]}, "row_offsets[1] = 4 is inside the table of feature 0"),
         ({"mean": ["sum", "mean"]}, "mean[0] = 'sum' must be True (1) or False (0)"),
         ({"frozen": [0, 2]}, "frozen[1] = 2 must be True (1) or False (0)"),
         ({"frozen": True}, "frozen = True must be a list, an array or a tensor of one dimension"),
@@ -152,12 +152,12 @@ def _shards(**changes: list | None) -> dict[str, rk.Shards]:
         ({"state_offsets": [-(2**63) - 1, 0]}, f"state_offsets[0] = {-(2**63) - 1} must be at least -2^63"),
         (
             {"row_offsets": [0, 0]},
-            "row_offsets[1] = 0 is that of feature 0, but num_embeddings[1] = 3 is not its 5, "
-            "embedding_dims[1] = 32 is not its 16, weight_offsets[1] = 80 is not its 0: features share a whole table",
+            "row_offsets[1] = 0 is also that of feature 0, but num_embeddings[1] = 3 differs from its 5, "
+            "embedding_dims[1] = 32 differs from its 16, weight_offsets[1] = 80 differs from its 0: features",
         ),
         (
             {"formats": ["int8", "int4"], "weight_offsets": [0, 0]},
-            'formats[1] = "int4" is not its "int8", row_offsets[1] = 5 is not its 0',
+            'formats[1] = "int4" differs from its "int8", row_offsets[1] = 5 differs from its 0',
         ),
     ],
 )
@@ -170,11 +170,15 @@ def test_what_does_not_fit(given: dict[str, list], message: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "dims", "message"),
     [
-        ([2**62, 5], [16, 32], f"num_embeddings[0] = {2**62} must be at most {2**44}, for 16 columns"),
-        ([5, 2**31], [16, 2**30], f"num_embeddings[1] = {2**31} must be at most {2**29}, for {2**30} columns"),
+        ([2**62, 5], [16, 32], f"num_embeddings[0] = {2**62} must be at most {2**44} for embedding_dims[0] = 16"),
+        (
+            [5, 2**31],
+            [16, 2**30],
+            f"num_embeddings[1] = {2**31} must be at most {2**29} for embedding_dims[1] = {2**30}",
+        ),
         ([5, 2**63], [16, 32], f"num_embeddings[1] = {2**63} must be below 2^63"),
         ([-5, 3], [16, 32], "num_embeddings[0] = -5 must not be negative"),
-        ([2**44] * 3, [2**15] * 3, f"num_embeddings are too many: by default, weight_offsets[2] = {2**60} must be"),
+        ([2**44] * 3, [2**15] * 3, f"num_embeddings are too large: the default weight_offsets[2] = {2**60} must be"),
         (None, [16], "num_embeddings = None must be a list"),
         ([5, None], [16, 32], "num_embeddings[1] = None must be an integer"),
         (5, [16], "num_embeddings = 5 must be a list"),

@@ -85,7 +85,7 @@ def test_parts_are_trained_together() -> None:
     )
     collection.embedding_bags["item_1"].weight.requires_grad_(False)
     features = rk.KeyedJaggedTensor(["a"], torch.tensor([13]), lengths=torch.tensor([1]))
-    with pytest.raises(ValueError, match=r"parts \['item_0', 'item_1'\] of table 'item' must be the same"):
+    with pytest.raises(ValueError, match=r"parts \['item_0', 'item_1'\] of table 'item' must be equal"):
         collection(features)
 
 
@@ -236,7 +236,10 @@ def test_states_of_other_tables() -> None:
     again.load_state_dict(one.state_dict(), strict=False)
     assert torch.equal(again.beta_powers_1, both.beta_powers_1)
     assert torch.equal(again.beta_powers, both.beta_powers)
-    for c, message in ((both, "groups of tables"), (named_tables("us", adam=False, u=0.1), "is of optimizer SGD for")):
+    for c, message in (
+        (both, "parameter groups for tables"),
+        (named_tables("us", adam=False, u=0.1), "is of optimizer SGD for"),
+    ):
         state = c.fused_optimizer.state_dict()
         state["param_groups"][-1].setdefault("optimizer", "SGD")
         with pytest.raises(ValueError, match=message):

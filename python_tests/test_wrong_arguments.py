@@ -59,7 +59,7 @@ VALUES: Cases = [
     (lambda: rk.SGD(lr=0.1, clip_grad_norm="x"), "clip_grad_norm = 'x' must be a number above 0, or None"),
     (lambda: _rate("x"), "lr = 'x' must be at least 0, and finite as float32"),
     (lambda: rk.EmbeddingBagCollection([_table()], seed=True), "seed must be an int in [-2^63, 2^63), got True"),
-    (lambda: rk.Partitions(None), "Partitions: there must be 1 to 4 (divisor, modulus) pairs, got None"),
+    (lambda: rk.Partitions(None), "Partitions: pairs must have 1 to 4 elements (divisor, modulus), got None"),
     (lambda: rk.Partitions([(1,)]), "Partitions: pairs[0] must be (divisor, modulus), got (1,)"),
     (lambda: rk.Partitions([(1, 2), 3]), "Partitions: pairs[1] must be (divisor, modulus), got 3"),
     (lambda: rk.Partitions([(1, 9)], columns=3), "Partitions: columns must be a sequence of integers, each at least 1"),
@@ -117,9 +117,9 @@ VALUES: Cases = [
     (lambda: rk.jagged_dedup(ONE, torch.tensor([0, 1]), 0), "groups = 0 must be a list"),
     (lambda: rk.jagged_bucketize(ONE, torch.tensor([0, 1]), ONE, 2, 1), "strides = 1 must be a list"),
     (lambda: rk.JaggedTensor.from_dense(None), "values = None must be a list, an array or a tensor"),
-    (lambda: rk.KeyedTensor.regroup([COLUMNS], [3]), "groups[0] must be a list of keys, one at least, got 3"),
-    (lambda: rk.KeyedTensor.regroup([COLUMNS], ["ab"]), "groups[0] must be a list of keys, one at least, got 'ab'"),
-    (lambda: rk.KeyedTensor.regroup([COLUMNS], [["a"], []]), "groups[1] must be a list of keys, one at least, got []"),
+    (lambda: rk.KeyedTensor.regroup([COLUMNS], [3]), "groups[0] must be a non-empty list of keys, got 3"),
+    (lambda: rk.KeyedTensor.regroup([COLUMNS], ["ab"]), "groups[0] must be a non-empty list of keys, got 'ab'"),
+    (lambda: rk.KeyedTensor.regroup([COLUMNS], [["a"], []]), "groups[1] must be a non-empty list of keys, got []"),
     (lambda: rk.mixed_dimensions([10], 8, "0.3"), "temperature = '0.3' must be at least 0 and finite"),
     (lambda: rk.mixed_dimensions([10], 8, 0.3, threshold="5"), f"threshold {COUNT}, got '5'"),
     (lambda: rk.mixed_dimensions([10], 8, 0.3, budget="5"), "budget = '5' must be above 0 and finite"),
@@ -127,7 +127,7 @@ VALUES: Cases = [
     (lambda: _batch(stride_per_key="1"), "stride_per_key[0] = '1' must be an integer"),
     (lambda: _batch(stride_per_key=[1.0]), "stride_per_key[0] = 1.0 must be an integer"),
     (lambda: _batch(stride="1"), "stride = '1' must be an integer"),
-    (lambda: _batch(stride=2), "stride must be 1, the bags of each of 1 keys, got 2"),
+    (lambda: _batch(stride=2), "stride must be 1, the number of bags of each of 1 keys, got 2"),
     (lambda: _batch(stride_per_key_per_rank=[1]), "stride_per_key_per_rank[0] = 1 must be a list"),
     (lambda: _batch(stride_per_key_per_rank=[["1"]]), "stride_per_key_per_rank[0][0] = '1' must be an integer"),
     (lambda: _batch(length_per_key=1), "length_per_key = 1 must be a list"),
@@ -175,7 +175,7 @@ VALUES: Cases = [
         (lambda rate=rate: _table(lr=rate), f"table 't': lr = {rate} {NUMBER}")
         for rate in (-0.1, torch.inf, torch.nan, 1e39)
     ],
-    (lambda: rk.EmbeddingBagCollection([_table(lr=0.3)]), "table 't': lr = 0.3 is for a fused optimizer"),
+    (lambda: rk.EmbeddingBagCollection([_table(lr=0.3)]), "table 't': lr = 0.3 requires a fused optimizer"),
     *[
         (lambda betas=betas: rk.Adam(betas=betas), f"betas = {betas!r} must be two numbers in [0, 1)")
         for betas in (0.9, (0.9,), "ab", (0.9, "b"), (0.9, None), None, ((0.9,), (0.9,)), (0.9, 1.0))
@@ -195,11 +195,11 @@ VALUES: Cases = [
             (lambda kind=kind: kind([_table(), "u"]), "tables[1] must be an rk.EmbeddingBagConfig"),
             (
                 lambda kind=kind: kind([_table(feature_names=["a", "a"])]),
-                "name ['a@t']: a table must name a feature once",
+                "name ['a@t']: a table must list a feature only once",
             ),
             (
                 lambda kind=kind: kind([_table(feature_names=["a", "a@u"]), _table(name="u")]),
-                "name ['a@u']: a table must name a feature once",
+                "name ['a@u']: a table must list a feature only once",
             ),
         )
     ],
@@ -219,16 +219,16 @@ VALUES: Cases = [
     (lambda: _placed(cache_bytes=100, policy="fifo"), "policy must be 'lru' or 'lfu', got 'fifo'"),
     (
         lambda: rk.place_tables([_table()] * 2, {"t": torch.ones(100)}, cache_bytes=100),
-        "tables ['t'] are there more than once",
+        "got ['t'] more than once",
     ),
-    (lambda: rk.place_tables([_table()], {}, cache_bytes=100), "nothing of table 't'"),
+    (lambda: rk.place_tables([_table()], {}, cache_bytes=100), "an entry for table 't'"),
     (lambda: rk.place_tables([_table()], {"t": torch.ones(3)}, cache_bytes=100), "table 't' must be [100]"),
     *[
         (
             lambda bad=bad: rk.place_tables(
                 [_table()], {"t": torch.ones(100).index_fill(0, ONE, bad)}, cache_bytes=100
             ),
-            f"counts of table 't': [1] is {bad}, must be finite, 0 or more",
+            f"counts of table 't': element 1 = {bad} must be finite and at least 0",
         )
         for bad in (-1.0, NAN)
     ],
@@ -249,7 +249,7 @@ VALUES: Cases = [
     ),
     (
         lambda: rk.EmbeddingConfig(5, 8, name="t", feature_names=["a"], compression=rk.MixedDimension(2)),
-        "must not be MixedDimension(dim=2): these lookups are not pooled",
+        "= MixedDimension(dim=2) must be None or have compose",
     ),
     (lambda: _table(compression="hash"), "compression must be rk.Hash, "),
     (lambda: rk.Partitions([(1, 0)]), f"Partitions: pairs[0]: modulus {POSITIVE}, got 0"),
@@ -257,9 +257,9 @@ VALUES: Cases = [
     (lambda: rk.Partitions([("1", 9)]), f"Partitions: pairs[0]: divisor {POSITIVE}, got '1'"),
     (lambda: RADIX([2**32, 2**32, 2]), f"divisor {POSITIVE}, got {2**64}"),
     (lambda: rk.Partitions([(1, 9)], combine="concat", columns=[2.0]), f"Partitions: columns[0] {POSITIVE}, got 2.0"),
-    (lambda: rk.Partitions([(1, 2)] * 5), "there must be 1 to 4"),
-    (lambda: rk.Partitions([]), "there must be 1 to 4"),
-    (lambda: rk.Partitions([(1, 9)], columns=[4]), "columns must be one number for each pair"),
+    (lambda: rk.Partitions([(1, 2)] * 5), "pairs must have 1 to 4"),
+    (lambda: rk.Partitions([]), "pairs must have 1 to 4"),
+    (lambda: rk.Partitions([(1, 9)], columns=[4]), "columns must have one width for each pair"),
     (
         lambda: _table(compression=rk.Partitions([(1, 4), (1, 6)])),
         "table 't': partitions [(1, 4), (1, 6)] are not complementary for 100 ids: ids 0 and 12 both",
@@ -268,7 +268,7 @@ VALUES: Cases = [
         lambda: rk.EmbeddingBagConfig(
             9, 7, name="t", feature_names=["a"], compression=rk.QuotientRemainder(4, "concat")
         ),
-        "embedding_dim = 7 does not divide into 2 parts of equal width, side by side; it must be even, or combine ",
+        "embedding_dim = 7 must be a multiple of 2, for 2 concatenated parts of equal width; use an even one, ",
     ),
     (
         lambda: _table(compression=rk.Partitions([(1, 10), (10, 10)], combine="concat", columns=[4, 2])),

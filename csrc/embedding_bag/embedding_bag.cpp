@@ -215,8 +215,8 @@ Part read_one_table(const Tensor& weights, const Tensor& values, const std::opti
   }
   check(weights, "weights").dtype(ScalarType::Byte);
   const RowFormat known = parse_row_format(*format, "format");
-  check_value(is_bag_format(known), "format: tables cannot have format \"", *format,
-              "\"; it must be one of fp32, fp16, bf16, int8, int4, mx9, mx6, mx4");
+  check_value(is_bag_format(known), "format = \"", *format,
+              "\" must be one of fp32, fp16, bf16, int8, int4, mx9, mx6, mx4");
   check_value(embedding_dim >= 1 && embedding_dim <= INT32_MAX, "embedding_dim = ", embedding_dim,
               " must be in [1, 2^31)");
   if (known == RowFormat::kFp32) check_floats_aligned(weights);

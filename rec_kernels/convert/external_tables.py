@@ -150,5 +150,6 @@ def refuse_options(described: str, found: Mapping[str, object], why: str) -> Non
     if found:
         given = ", ".join(f"{name}={value!r}" for name, value in found.items())
         raise ValueError(
-            f"{described} with {given} has no counterpart here ({why}): give optimizer= the one that is to go on"
+            f"{described} with {given} has no counterpart here ({why}): pass the optimizer to continue with as "
+            "optimizer="
         )

@@ -60,8 +60,8 @@ class FbgemmTables(ExternalTables):
         self._described = f"FBGEMM's {module.optimizer.name}"
         if module.weights_precision.name not in ("FP32", "FP16", "BF16"):
             raise ValueError(
-                f"theirs: weights_precision must be FP32, FP16 or BF16, got {module.weights_precision.name}: its rows "
-                "have scales of FBGEMM's own"
+                f"theirs: weights_precision must be FP32, FP16 or BF16, got {module.weights_precision.name}, "
+                "whose rows have FBGEMM's own scales"
             )
         for table, weight in zip(self.names(), self.weights(), strict=True):
             check_weight(table, weight)
@@ -75,7 +75,7 @@ class FbgemmTables(ExternalTables):
         mode = module.weight_decay_mode.name
         if mode not in ("NONE", "L2", "DECOUPLE") or module.use_rowwise_bias_correction:
             raise ValueError(
-                f"theirs: {self._described} counts the uses of rows, for which no optimizer here has state: "
+                f"theirs: {self._described} counts the uses of rows, which no optimizer here does: "
                 f"weight_decay_mode = {mode}, use_rowwise_bias_correction = {module.use_rowwise_bias_correction}"
             )
         family, self._kinds = OPTIMIZERS[name]
@@ -123,7 +123,7 @@ class FbgemmTables(ExternalTables):
         module, options = self._module, self._module.optimizer_args
         wrong = {name: getattr(options, name) for name in ("gradient_clipping", "max_norm", "weight_decay")}
         wrong = {name: value for name, value in wrong.items() if value}
-        refuse_options(self._described, wrong, "FBGEMM's kernels differ in what these do")
+        refuse_options(self._described, wrong, "FBGEMM's kernels disagree about their meaning")
         numbers: dict[str, Any] = {"lr": float(str(numpy.float32(module.get_learning_rate())))}  # decimal, as 0.05
         if self._kinds:
             numbers["eps"] = float(options.eps)

@@ -77,7 +77,9 @@ def fuse_embedding_bags(model: nn.Module, *example_inputs: Any) -> FusedEmbeddin
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not example_inputs:
-        raise ValueError("example_inputs must be arguments of the model's forward, on which the outputs are compared")
+        raise ValueError(
+            "example_inputs must be arguments of the model's forward, to compare the outputs with and without fusing"
+        )
     traced, reason = _trace(model, example_inputs)
     if traced is None:
         return FusedEmbeddingBags(model, [], reason, {})

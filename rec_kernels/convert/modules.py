@@ -139,8 +139,8 @@ def _check_trained(external: ExternalTables, given: dict[str, Any]) -> None:
     formats = {given["format"]} if "format" in given else {FLOAT_FORMATS[w.dtype] for w in external.weights()}
     if "optimizer" not in given and (codes := formats - {*FLOAT_FORMATS.values()}) and external.is_trained:
         raise ValueError(
-            f"rows of format {', '.join(sorted(codes))} are trained by fused optimizers only: give "
-            "optimizer= one, or freeze theirs first with requires_grad_(False)"
+            f"rows of format {', '.join(sorted(codes))} can only be trained by fused optimizers: "
+            "pass one as optimizer=, or freeze theirs first with requires_grad_(False)"
         )
 
 

@@ -49,8 +49,8 @@ def convert_quantized(theirs: Any, options: Mapping[str, Any]) -> TableCollectio
     """
     if others := sorted(set(options) - _OPTIONS):
         raise ValueError(
-            f"{others[0]} is an option of tables that train, and these are for inference, whose format is theirs: "
-            'for_serving("fp16") of the result rounds them into another one'
+            f"{others[0]} requires tables that can be trained, but these are for inference and keep their "
+            'format: for_serving("fp16") of the result rounds them to another one'
         )
     tables, parts = _tables(theirs), quantized_parts(theirs)
     pooled = isinstance(tables[0], EmbeddingBagConfig)
@@ -80,7 +80,7 @@ def _check(part: Any) -> None:
     for name, _, _, kind, _ in part.embedding_specs:
         if kind.value not in _FORMATS:
             raise ValueError(
-                f"table {name!r}: its rows are {kind.name}, and must be one of {', '.join(_FORMATS).upper()}: "
+                f"table {name!r}: its rows are {kind.name}, but must be one of {', '.join(_FORMATS).upper()}; "
                 "rk.dequantize_rows reads INT2"
             )
     if part.scale_bias_size_in_bytes != 4:

@@ -104,7 +104,7 @@ def replace_embeddings(
     for site in _walk(model, "", set()):
         sites[site.module].append(site)
     if trainers and not any(_has(trainer, module) for trainer in trainers for module in sites):
-        raise ValueError("trained_by has no table of the model: it must be optimizers that have model.parameters()")
+        raise ValueError("trained_by has no table of the model: it must be the optimizers of model.parameters()")
     owners = parameter_names(model)
     found: list[FoundEmbedding] = []
     for module, uses in sites.items():
@@ -154,14 +154,14 @@ class _Conversion:
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module) or kind_of(model) is not None:
         raise TypeError(
-            f"model must be a module that has embeddings inside, got {type(model).__name__}: rk.convert_embeddings is "
-            "for a single one"
+            f"model must be a module that contains embeddings, got {type(model).__name__}: convert a single "
+            "embedding with rk.convert_embeddings"
         )
     wrapped = [name for name, m in model.named_modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
     if wrapped:
         raise ValueError(
-            f"model: {wrapped[0] or 'it'} is a DistributedDataParallel, which has registered its parameters: replace "
-            "first, then wrap"
+            f"model: {wrapped[0] or 'it'} is a DistributedDataParallel, which has already registered its "
+            "parameters: replace the embeddings before wrapping"
         )
 
 
@@ -229,8 +229,8 @@ def _convert(conversion: _Conversion, name: str, seed_offset: int) -> nn.Module:
     options: Any = {**conversion.options}
     if conversion.trained_by and options.get("optimizer", True) is None and not conversion.keeps_parameter:
         raise ValueError(
-            f"{name}: with optimizer=None its tables have new parameters, which trained_by does not have: leave out "
-            "trained_by and make torch's optimizer afterwards, or leave out optimizer"
+            f"{name}: with optimizer=None its tables have new parameters, which trained_by does not have: omit "
+            "trained_by and create torch's optimizer afterwards, or omit optimizer"
         )
     if not conversion.keeps_parameter and kind_of(conversion.module) not in QUANTIZED:
         options["seed"] = (options.get("seed") or 0) + seed_offset

@@ -66,7 +66,7 @@ def _check_memory(collection: TableCollection, external: ExternalTables) -> None
     """Raises ValueError if either side is on the meta device."""
     for name, weights in (("ours", [collection._weights]), ("theirs", external.weights())):
         if any(weight.is_meta for weight in weights):
-            raise ValueError(f"{name} must have memory, and is on the meta device: to_empty(device=...) comes first")
+            raise ValueError(f"{name} must have memory, but is on the meta device: call to_empty(device=...) first")
 
 
 def copy_from(collection: TableCollection, external: ExternalTables) -> None:
@@ -91,7 +91,7 @@ def find_tables(theirs: Any, trained_by: TrainedBy) -> ExternalTables:
     """
     kind = kind_of(theirs)
     if trained_by and kind in (Kind.FBGEMM, Kind.FUSED):
-        raise TypeError("trained_by must be None or []: FBGEMM's tables have their optimizer in themselves")
+        raise TypeError("trained_by must be None or []: FBGEMM's tables include their optimizer")
     if kind is Kind.FBGEMM:
         return FbgemmTables(theirs, rows_only=trained_by is not None)
     if kind is Kind.FUSED:
@@ -111,8 +111,8 @@ def find_tables(theirs: Any, trained_by: TrainedBy) -> ExternalTables:
         "EmbeddingCollection or FusedEmbeddingBagCollection, or FBGEMM's SplitTableBatchedEmbeddingBagsCodegen, got "
         + (f"{type(theirs).__module__}." if kind in (Kind.OTHER, *QUANTIZED) else "")
         + type(theirs).__name__
-        + (": tables for inference are made anew, by rk.convert_embeddings" if kind in QUANTIZED else "")
-        + (": rk.distributed.torchrec_state is for tables that TorchRec has sharded" if kind is Kind.SHARDED else "")
+        + (": convert tables for inference with rk.convert_embeddings" if kind in QUANTIZED else "")
+        + (": use rk.distributed.torchrec_state for tables that TorchRec has sharded" if kind is Kind.SHARDED else "")
     )
 
 
@@ -121,8 +121,8 @@ def _collection(ours: Any) -> TableCollection:
     collection = ours.collection if isinstance(ours, EmbeddingLayer) else ours
     if collection is None:
         raise ValueError(
-            f"ours: this {type(ours).__name__} has no option of a table, so its weight is a parameter as any: copy it "
-            "with load_state_dict(); its optimizer's state goes on by itself"
+            f"ours: this {type(ours).__name__} has no table options, so its weight is an ordinary parameter: "
+            "copy it with load_state_dict(); its optimizer's state stays valid"
         )
     if not isinstance(collection, TableCollection):
         raise TypeError(
@@ -133,7 +133,7 @@ def _collection(ours: Any) -> TableCollection:
         if table.compression is not None:
             raise ValueError(f"table {table.name!r}: compression = {table.compression} has no counterpart elsewhere")
     if collection._store.numbers():
-        raise ValueError("ours has its tables in a file, from which they are not converted: load them into memory")
+        raise ValueError("ours has its tables in a file, which is not supported: load them into a collection in memory")
     return collection
 
 
@@ -141,7 +141,7 @@ def _match_tables(collection: TableCollection, external: ExternalTables) -> list
     """Reads the external tables, in the order of the collection's tables."""
     given, own = external.read(), [table.name for table in collection.tables]
     if len(own) != len(given):
-        raise ValueError(f"ours has {len(own)} tables, {', '.join(own)}, and theirs {len(given)}")
+        raise ValueError(f"ours has {len(own)} tables, {', '.join(own)}, but theirs has {len(given)}")
     if external.has_names and len(own) > 1:
         by_name = {table.name: table for table in given}
         if missing := [name for name in own if name not in by_name]:
@@ -150,7 +150,7 @@ def _match_tables(collection: TableCollection, external: ExternalTables) -> list
     for config, table in zip(collection.tables, given, strict=True):
         size = [config.num_embeddings, config.embedding_dim]
         if list(table.weight.shape) != size:
-            raise ValueError(f"table {config.name!r} has {size} numbers, and theirs {list(table.weight.shape)}")
+            raise ValueError(f"table {config.name!r} is {size}, but theirs is {list(table.weight.shape)}")
         if table.family is not None:
             _check_family(config.name, config.optimizer or collection.optimizer, table.family)
     return given
@@ -158,15 +158,12 @@ def _match_tables(collection: TableCollection, external: ExternalTables) -> list
 
 def _check_family(name: str, optimizer: Optimizer | None, family: Family) -> None:
     if optimizer is None:
-        raise ValueError(
-            f"ours has no fused optimizer, which could take up the state of {family.described}: build it with "
-            "optimizer="
-        )
+        raise ValueError(f"ours has no fused optimizer for the state of {family.described}: build it with optimizer=")
     if optimizer.op_name != family.name:
         fitting = FAMILIES[family.name].__name__
         raise ValueError(
-            f"table {name!r} of ours is trained by {optimizer}, and theirs by {family.described}, whose state "
-            f"rk.{fitting} has"
+            f"table {name!r} of ours is trained by {optimizer}, but theirs by {family.described}: use "
+            f"rk.{fitting}, which has the same state"
         )
 
 
@@ -176,8 +173,8 @@ def _common_step(given: list[TableTensors]) -> int | None:
     used = {table.name: table.step for table in counting if "exp_avg" in table.state}
     if len(set(used.values())) > 1:
         raise ValueError(
-            f"step must be one number, as a collection has one, got {used}: give each table, or those of one step, a "
-            "collection of its own"
+            f"step must be the same for all tables of a collection, got {used}: put tables with different steps "
+            "into separate collections"
         )
     steps = list(used.values()) or [table.step for table in counting]
     return max(steps, default=None)

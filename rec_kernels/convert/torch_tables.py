@@ -62,7 +62,7 @@ class TorchTables(ExternalTables):
             weight: Any = layer.weight
             check_weight(name, weight)
             if other := next((n for n, w in self._weights.items() if w is weight), None):
-                raise ValueError(f"tables {other!r} and {name!r} have one weight: each must have its own")
+                raise ValueError(f"tables {other!r} and {name!r} share a weight: each must have its own")
             self._weights[name] = weight
         self._trainers: list[torch.optim.Optimizer] = []
         self._given = flatten_optimizers(trained_by)
@@ -78,8 +78,8 @@ class TorchTables(ExternalTables):
         if len(self._trainers) < len(self._weights):
             missing = next(name for name, weight in self._weights.items() if not _optimizers_of(weight, self._trainers))
             raise ValueError(
-                f"trained_by has no parameter that is the weight of table {missing!r}: it must be the optimizer that "
-                "was given theirs.parameters(), or a list of several"
+                f"trained_by does not have the weight of table {missing!r}: it must be the optimizer of "
+                "theirs.parameters(), or a list of several"
             )
         self.families = [Family(_family(trainer), type(trainer).__name__) for trainer in self._trainers]
 
@@ -123,7 +123,7 @@ class TorchTables(ExternalTables):
         """Copies into the parameters and the optimizers' state, creating missing state."""
         for name, weight in self._weights.items():
             if weight.numel() > 1 and 0 in weight.stride():
-                raise ValueError(f"table {name!r}: weight must have memory for each number, got an expanded tensor")
+                raise ValueError(f"table {name!r}: weight must have memory for each element, got an expanded tensor")
         with torch.no_grad():
             for weight, given in zip(self._weights.values(), tables, strict=True):
                 weight.copy_(given.weight)
@@ -152,13 +152,15 @@ def _counterpart(weight: nn.Parameter, trainer: torch.optim.Optimizer, family: F
     group = _group(trainer, weight)
     if isinstance(trainer, (torch.optim.Adam, torch.optim.AdamW)):
         raise ValueError(
-            f"{family.described} has no counterpart here (it moves every row in every step, and rk.Adam those looked "
-            "up): give optimizer= the one that is to go on"
+            f"{family.described} has no counterpart here (it moves every row in every step, rk.Adam only "
+            "looked-up rows): pass the optimizer to continue with as optimizer="
         )
     if type(trainer).__module__.split(".")[0] not in ("torch", "torchrec"):
-        raise ValueError(f"{family.described} may have formulas of its own: give optimizer= the one to go on")
+        raise ValueError(
+            f"{family.described} may have its own formulas: pass the optimizer to continue with as optimizer="
+        )
     wrong = {k: group[k] for k, off in _NEUTRAL_VALUES.items() if k in group and group[k] != off}
-    refuse_options(family.described, wrong, "these change the formula, or also rows that are not looked up")
+    refuse_options(family.described, wrong, "these change the formula, or rows that are not looked up")
     found = {name: group[name] for name in ("lr", "eps", "betas") if name in group}
     numbers: dict[str, Any] = {name: tuple(map(float, v)) if name == "betas" else float(v) for name, v in found.items()}
     return FAMILIES[family.name](**numbers)

@@ -40,8 +40,8 @@ def check_same_on_all_ranks(texts: Mapping[str, str], group: dist.ProcessGroup) 
         for name in texts:
             if theirs[name] != found[0][name]:
                 raise ValueError(
-                    f"{name} must be the same on all ranks: rank 0 has {found[0][name]}, and rank {rank} has "
-                    f"{theirs[name]}; a planner's collective_plan() gives all ranks one plan"
+                    f"{name} must be the same on all ranks: rank 0 has {found[0][name]}, but rank {rank} has "
+                    f"{theirs[name]}; a planner's collective_plan() gives all ranks the same plan"
                 )
 
 
@@ -91,8 +91,8 @@ def check_equal_tensors(names: Sequence[str], state: Mapping[str, Tensor], group
         for name in sorted(theirs.keys() | found[0].keys()):
             if theirs.get(name) != found[0].get(name):
                 raise RuntimeError(
-                    f"{name} in the state of rank {rank} differs from that of rank 0, and must be the same on all: "
-                    "load the same state on all of them; no rank has loaded any of its tables"
+                    f"{name} in the state of rank {rank} differs from that of rank 0: load the same state on "
+                    "all of them; no rank has loaded any of its tables"
                 )
 
 

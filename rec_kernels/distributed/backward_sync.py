@@ -290,9 +290,9 @@ class BackwardSync:
         by_rank = compared.tolist()
         if others := [rank for rank, (_, timing, *_) in enumerate(by_rank) if timing < _NOW]:
             raise RuntimeError(
-                f"rank {others[0]} is in another collective, as a lookup, while this rank runs a lookup's backward: "
-                "every rank must make the same lookups and backwards of a sharded collection, in the same order; no "
-                "rank has updated its tables"
+                f"rank {others[0]} is in another collective, such as a lookup, while this rank runs a lookup's "
+                "backward: all ranks must run the same lookups and backwards of a sharded collection in the "
+                "same order; no rank has updated its tables"
             )
         refused = [(rank, int(timing)) for rank, (_, timing, *_) in enumerate(by_rank) if timing in _REFUSED]
         other = next((rank for rank, own in enumerate(by_rank) if own != by_rank[0]), 0)

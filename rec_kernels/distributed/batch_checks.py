@@ -74,13 +74,13 @@ def _check_tensors(given: SelectedKeys, names: list[str]) -> None:
     values, weights = given.values, given.weights
     check_integers("values", values, values)
     if values.is_meta or given.offsets.is_meta:
-        raise ValueError("the batch must have numbers, got tensors on the meta device")
+        raise ValueError("the batch must have data, got tensors on the meta device")
     check_integers("offsets", given.offsets, values)
     bags, features = given.offsets.shape[0] - 1, len(names)
     if given.strides is None and (bags < 0 or bags % max(features, 1)):
         raise ValueError(
-            f"offsets must have a bag for each of {features} features and each sample, and one more element, got "
-            f"{given.offsets.shape[0]} elements"
+            f"offsets must have one element more than there are bags, one per sample of each of {features} "
+            f"features, got {given.offsets.shape[0]} elements"
         )
     strides = given.strides or [bags // max(features, 1)] * features
     check_bounds(given.offsets.cpu(), values.shape[0], lambda bag: describe_bag(bag, names, strides))

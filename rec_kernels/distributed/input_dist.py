@@ -154,7 +154,7 @@ class GlobalBatchInfo(NamedTuple):
         rules = [_RULES[mode // (2 * _TRAINING)] for mode in modes]
         if other := next((rank for rank, rule in enumerate(rules) if rule != rules[0]), 0):
             raise ValueError(
-                f"bounds_check must be the same on all ranks: rank 0 has {rules[0]!r}, and rank {other} has "
+                f"bounds_check must be the same on all ranks: rank 0 has {rules[0]!r}, but rank {other} has "
                 f"{rules[other]!r}; nothing was looked up"
             )
         needed, training = [bool(mode & _NEEDS_WEIGHT_GRAD) for mode in modes], any(mode & _TRAINING for mode in modes)

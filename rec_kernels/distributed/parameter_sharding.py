@@ -109,7 +109,9 @@ def _shards_of(
     if kind == "data_parallel":
         return [Shard(number, rank, 0, rows, 0, columns, replica=True) for rank in range(world_size)]
     if sharding.sharding_spec is None:
-        raise ValueError(f"table {table.name!r}: the plan has no sharding_spec, whose blocks {kind} needs")
+        raise ValueError(
+            f"table {table.name!r}: the plan must have a sharding_spec with the blocks of {kind} sharding, got none"
+        )
     shards = []
     for block in sharding.sharding_spec.shards:
         (first_row, first_column), (n, d) = block.shard_offsets, block.shard_sizes
@@ -124,7 +126,9 @@ def _shards_of(
 def _check_blocks(table: EmbeddingConfig, shards: list[Shard], world_size: int) -> None:
     for shard in shards:
         if not 0 <= shard.rank < world_size:
-            raise ValueError(f"table {table.name!r}: the plan has rank {shard.rank}, and there are {world_size} ranks")
+            raise ValueError(
+                f"table {table.name!r}: the plan has rank {shard.rank}, but there are only {world_size} ranks"
+            )
         if shard.first_column % 4:
             raise ValueError(
                 f"table {table.name!r}: a shard begins at column {shard.first_column}, which must be a multiple of 4: "
@@ -138,8 +142,8 @@ def _check_blocks(table: EmbeddingConfig, shards: list[Shard], world_size: int) 
     whole = all(_is_whole(spans, table.planned_rows) for spans in rows)
     if not whole or not _is_whole(sorted(bands), table.embedding_dim):
         raise ValueError(
-            f"table {table.name!r}: the plan's shards must be all of its {table.planned_rows} rows and "
-            f"{table.embedding_dim} columns, each once, got blocks that begin at {corners}"
+            f"table {table.name!r}: the plan's shards must cover its {table.planned_rows} rows and "
+            f"{table.embedding_dim} columns exactly once, got blocks that begin at {corners}"
         )
 
 

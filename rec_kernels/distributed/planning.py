@@ -228,7 +228,9 @@ def planner(
             continue
         own = sharder.constraints(module)
         if both := sorted(own.keys() & merged.keys()):
-            raise ValueError(f"tables {both} of collection {name!r} have the names of others: planners go by names")
+            raise ValueError(
+                f"tables {both} of collection {name!r} have the same names as others: planners identify tables by name"
+            )
         for table in module.tables:
             own[table.name].pooling_factors = [float(given.get(f, 1)) for f in table.feature_names]
             features.update(table.feature_names)
@@ -236,9 +238,11 @@ def planner(
                 own[table.name] = _narrowed(table.name, own[table.name], narrower[table.name])
         merged |= own
     if not merged:
-        raise ValueError("model must have a collection of a kind that one of the sharders shards, got none")
+        raise ValueError("model must have a collection that one of the sharders can shard, got none")
     if unknown := sorted(given.keys() - features):
-        raise ValueError(f"lengths name {unknown}, which are no features of the model's tables: {sorted(features)}")
+        raise ValueError(
+            f"lengths name {unknown}, which are not among the features of the model's tables: {sorted(features)}"
+        )
     if unknown := sorted(narrower.keys() - merged.keys()):
         raise ValueError(f"constraints name {unknown}, which are no tables of the model: {sorted(merged)}")
     costs = ByteCostEstimator(topology, sharders=sharders)

@@ -34,8 +34,8 @@ def check_files(shards: TableCollection, group: dist.ProcessGroup) -> None:
             ]
             discard(shards)
             raise ValueError(
-                f"files of ranks belong together, and {' and '.join(states)}: RowCache(generation=...) names one that "
-                "all have; or remove the files of all ranks, and load a checkpoint"
+                f"the files of all ranks must match, but {' and '.join(states)}: choose a generation that all "
+                "have with RowCache(generation=...), or remove the files of all ranks and load a checkpoint"
             )
 
 

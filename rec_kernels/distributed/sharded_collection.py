@@ -89,8 +89,8 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         self._on_disk = module.row_cache is not None and module.row_cache.cache.backing == "disk"
         if wire.backward is not None and wire.rounding == "stochastic" and any(shard.replica for shard in shards):
             raise ValueError(
-                f"wire.backward = {wire.backward!r} is rounded stochastically, differently for each rank: "
-                "replicas of data_parallel tables would not stay equal; round to the nearest, or shard these tables"
+                f"wire.backward = {wire.backward!r} is rounded stochastically, differently on each rank, so "
+                "replicas of data_parallel tables would diverge: round to nearest, or shard these tables"
             )
         self.lookup_map = LookupMap(self.tables, shards, pooled=module._pools, row_wise=row_wise)
         if not module._pools:  # adjacent shards of the same columns are sent as one block
@@ -133,8 +133,8 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
         refuse_replacing(self, name, value, self._holder)
         if name == "all_tables" and name in self._parameters:
             raise RuntimeError(
-                "all_tables cannot be another parameter, as fully_shard() makes of it: its requires_grad is that of "
-                "this rank's tables. Give fully_shard() ignored_params={tables.all_tables}, or the layers only"
+                "all_tables cannot be replaced, as fully_shard() does: its requires_grad controls this rank's tables. "
+                "Pass ignored_params={tables.all_tables} to fully_shard(), or apply it to the layers only"
             )
         super().__setattr__(name, value)
 
@@ -149,8 +149,8 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} cannot be copied or pickled, as it belongs to a process group: save its "
-            "state_dict() by torch.distributed.checkpoint, and load it into another model that is sharded"
+            f"a {type(self).__name__} cannot be copied or pickled, because it belongs to a process group: save "
+            "its state_dict() with torch.distributed.checkpoint, and load it into another sharded model"
         )
 
     def _make_local_collection(

@@ -54,8 +54,8 @@ class ShardedFusedOptimizer(FusedOptimizer):
         sizes = [len(group["params"]) for group in groups]
         if sizes != self._sizes:
             raise ValueError(
-                f"the state has groups of {sizes} tables, and those of the collection are of {self._sizes}: the state "
-                "must be of a collection with equal tables; nothing was changed"
+                f"the state has parameter groups of {sizes} tables, but the collection of {self._sizes}: the "
+                "state must come from a collection with the same tables; nothing was changed"
             )
         mine = zip(groups, own["param_groups"], strict=True)
         loaded = [{**group, "params": shards["params"]} for group, shards in mine]
@@ -111,6 +111,6 @@ class TorchRecFusedOptimizer(TorchRecFused):
         """
         if save:
             raise NotImplementedError(
-                "learning rates of sharded tables are not in states of model.fused_optimizer: save and load "
-                "state_dict() of each sharded collection's optimizer, which has them"
+                "the state of model.fused_optimizer does not have the learning rates of sharded tables: save "
+                "and load the state_dict() of each sharded collection's optimizer instead"
             )

@@ -163,9 +163,9 @@ class ShardedState:
         found = format_of_state(rows, named, table)
         if found not in (None, table.format):
             raise RuntimeError(
-                f"{name}.weight has rows of format {found or 'no name'}, the "
-                f"collection's are {table.format}, and ranks convert none: load the state with convert=True into a "
-                "collection of one process, and its state here; nothing was changed"
+                f"{name}.weight has rows of format {found or 'no name'}, the collection's are {table.format}, "
+                "and ranks do not convert rows: load the state with convert=True into a collection in one "
+                "process, and load that collection's state here; nothing was changed"
             )
 
     def _rows(self, given: Any, name: str, block: StoredBlock, shape: list[int]) -> Tensor:
@@ -176,8 +176,9 @@ class ShardedState:
                 if list(shard.metadata.shard_offsets) == at and shard.tensor.shape[0] == rows:
                     return shard.tensor
             raise RuntimeError(
-                f"{name}: this rank has no block of it that begins at {at} in the state, which was sharded in another "
-                "way: load it with torch.distributed.checkpoint into state_dict() first; nothing was changed"
+                f"{name}: the state has no block for this rank's, which begins at {at}, because it was sharded "
+                "differently: load it with torch.distributed.checkpoint into state_dict() first; nothing was "
+                "changed"
             )
         found = list(given.shape) if isinstance(given, Tensor) else None
         split = place[-1] != slice(0, shape[-1])  # else the format, which sets the number of columns, is checked later

@@ -79,9 +79,9 @@ class CollectionSharder(ModuleSharder):
             message names the table, the reason and the possible types. RuntimeError: another rank raised an error here.
         """
         if env.process_group is None:
-            raise ValueError("env must have a process group: torch.distributed.init_process_group() comes first")
+            raise ValueError("env must have a process group: call torch.distributed.init_process_group() first")
         if isinstance(env, ShardingEnv2D):
-            raise ValueError("env must not be a ShardingEnv2D: two-dimensional parallelism is not built yet")
+            raise ValueError("env must not be a ShardingEnv2D: two-dimensional parallelism is not supported")
 
         def planned() -> list[Shard]:
             _check(module, self._kind)
@@ -128,8 +128,8 @@ class CollectionSharder(ModuleSharder):
             types = [kind for kind in self._types if kind in possible]
             if not types:
                 raise ValueError(
-                    f"table {table.name!r} can be sharded {', '.join(possible)}, and sharding_types = {self._types} "
-                    "has none of these"
+                    f"table {table.name!r} can be sharded {', '.join(possible)}, but sharding_types = "
+                    f"{self._types} has none of these"
                 )
             found[table.name] = ParameterConstraints(sharding_types=types)
         return found
@@ -140,13 +140,14 @@ def _check(module: TableCollection, kind: type[TableCollection]) -> None:
         raise TypeError(f"module must be an rk.{kind.__name__}, got {type(module).__name__}")
     if found := in_backward(module._tables.weights()):
         raise ValueError(
-            f"{type(found[0]).__name__} was applied in the backward to the tables of a collection, and shards would "
-            "not be trained by it: give the collection an optimizer of this package, as optimizer=rk.SGD(lr=0.1)"
+            f"{type(found[0]).__name__} was applied in the backward to the tables of a collection, but cannot "
+            "train their shards: give the collection an optimizer of this package, such as "
+            "optimizer=rk.SGD(lr=0.1)"
         )
     if isinstance(module._store, FileStore):
         raise ValueError(
-            f"a collection whose tables are in {module._store.file.path} cannot be sharded, as each rank has a file of "
-            "its own: make it with device='meta', which opens none"
+            f"a collection whose tables are in {module._store.file.path} cannot be sharded, because each rank "
+            "needs its own file: create it with device='meta', which opens no file"
         )
 
 
@@ -193,8 +194,9 @@ class EmbeddingBagCollectionSharder(CollectionSharder):
         check_choice("row_wise", row_wise, ("ordered", "reduce_scatter", "exact"))
         if row_wise == "reduce_scatter" and self.wire.forward is not None:
             raise ValueError(
-                f'wire.forward = "{self.wire.forward}" cannot be with row_wise="reduce_scatter", whose collective adds '
-                'float32: use row_wise="ordered", which adds what the rows are decoded to, or wire.forward = None'
+                f'wire.forward = "{self.wire.forward}" cannot be combined with row_wise="reduce_scatter", whose '
+                'collective adds float32: use row_wise="ordered", which adds decoded rows, or wire.forward = '
+                "None"
             )
         self._options["row_wise"] = self.row_wise = row_wise
 

@@ -76,15 +76,15 @@ def _checked(name: str, collection: TableCollection, table: EmbeddingConfig) -> 
     names = {} if optimizer is None else _NAMES.get(type(optimizer))
     if names is None or getattr(optimizer, "state_dtype", torch.float32) != torch.float32:
         raise ValueError(
-            f"table {table.name!r} of collection {name!r}: TorchRec's checkpoints have no state of {optimizer}, or not "
-            "all of it: the optimizer must be rk.SGD, rk.Adagrad with state_dtype=torch.float32, rk.RowwiseAdagrad or "
-            "None"
+            f"table {table.name!r} of collection {name!r}: TorchRec's checkpoints cannot hold the whole state "
+            f"of {optimizer}: the optimizer must be rk.SGD, rk.Adagrad with state_dtype=torch.float32, "
+            "rk.RowwiseAdagrad or None"
         )
     if collection.row_cache is not None:
-        raise ValueError(f"collection {name!r} has a row cache, which would not hear of rows that are loaded in place")
+        raise ValueError(f"collection {name!r} has a row cache, which would miss rows that are loaded in place")
     if table.format not in FLOAT_DTYPES or table.compression is not None:
         raise ValueError(
-            f"table {table.name!r} of collection {name!r}: TorchRec's tables are fp32, fp16 or bf16 without a "
+            f"table {table.name!r} of collection {name!r}: TorchRec's tables must be fp32, fp16 or bf16 without "
             f"compression, got format {table.format!r} and compression {table.compression}"
         )
     return names

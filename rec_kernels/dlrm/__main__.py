@@ -100,7 +100,9 @@ def config_of_run(parser: argparse.ArgumentParser, options: dict) -> TrainConfig
 def _train(parser: argparse.ArgumentParser, options: dict) -> None:
     resume, show = options.pop("resume"), options.pop("show_config")
     if resume is not None and (moved := {"run", "runs_dir"} & options.keys()):
-        parser.error(f"{sorted(moved)[0]} is given beside resume, and a run resumes in its own folder: leave it out")
+        parser.error(
+            f"{sorted(moved)[0]} cannot be given with --resume, because a run resumes in its own folder: leave it out"
+        )
     config = config_of(parser, options, resume)
     try:
         refuse_options_without_effect(options, [config])

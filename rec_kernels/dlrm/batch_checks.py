@@ -40,13 +40,13 @@ def checked_features(data: DataSet) -> list[Feature]:
             name, pooling = feature.name, feature.pooling
             table = EmbeddingBagConfig(rows, 1, name=name, feature_names=[name], pooling=pooling)
         except ValueError as error:
-            raise DataError(f"{where}of which no table can be made: {error}") from error
+            raise DataError(f"{where}which cannot have a table: {error}") from error
         features.append(feature._replace(num_embeddings=rows, pooling=table.pooling, shared=bool(feature.shared)))
     if not features:
         raise DataError(f"data set {data.name!r} has no features: a model needs one or more")
     names = [feature.name for feature in features]
     if len(set(names)) < len(names):
-        raise DataError(f"data set {data.name!r} has features {names}, whose names must differ")
+        raise DataError(f"data set {data.name!r} has features {names}, whose names must be unique")
     return features
 
 
@@ -88,10 +88,13 @@ def _check_bags(batch: Batch, features: Sequence[Feature], rows: int) -> None:
         own = getattr(jagged, "variable_stride_per_key", bool)() and not has_inverse and jagged.stride_per_key()
         if own and set(own) != {rows}:
             raise WrongBatchError(
-                f"{name} has {own} bags for its keys {jagged.keys()}, label {rows} rows: must be as many"
+                f"{name} has {own} bags for its keys {jagged.keys()}, but label has {rows} rows: the numbers "
+                "must be equal"
             )
         if (jagged.keys() or name == "shared") and jagged.stride() != rows:
-            raise WrongBatchError(f"{name} has {jagged.stride()} bags for each key, label {rows} rows: must be as many")
+            raise WrongBatchError(
+                f"{name} has {jagged.stride()} bags for each key, but label has {rows} rows: the numbers must be equal"
+            )
         ids = _stored(jagged).values()
         if ids.dtype not in ID_DTYPES:
             raise WrongBatchError(f"ids of {name} are {ids.dtype}, must be torch.int32 or torch.int64")
@@ -107,17 +110,17 @@ def _check_bags(batch: Batch, features: Sequence[Feature], rows: int) -> None:
     for feature in features:
         if feature.name not in have:
             part = "features or shared" if feature.shared else "features"
-            raise WrongBatchError(f"{part} has keys {have}, which lack that of feature {feature.name!r}")
+            raise WrongBatchError(f"{part} has keys {have}, which must include feature {feature.name!r}")
     names = {feature.name for feature in features}
     if unused := [name for name in have if name not in names]:
-        raise WrongBatchError(f"features and shared have keys {unused}, which no Feature has: add one for each")
+        raise WrongBatchError(f"features and shared have keys {unused} without a Feature: add one for each")
 
 
 def _to_float32(value: Any, name: str) -> Tensor:
     if not isinstance(value, Tensor):
         raise WrongBatchError(f"{name} is {type(value).__name__}, must be a tensor")
     if value.is_complex():
-        raise WrongBatchError(f"{name} is {value.dtype}, must be float32 or what becomes it")
+        raise WrongBatchError(f"{name} is {value.dtype}, must be float32 or a dtype that converts to it")
     if value.layout != torch.strided:
         raise WrongBatchError(f"{name} has layout {value.layout}, must be {torch.strided}, that of a dense tensor")
     return value.detach().float()

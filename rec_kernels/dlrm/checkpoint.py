@@ -71,7 +71,7 @@ def check_position(state: dict[str, Any], steps: int) -> None:
     window = state["window"]
     rows = [len(window[name]) for name in ("logits", "labels") if name in window]
     if window["steps"] and (len(rows) != 2 or rows[0] != rows[1]):
-        raise ValueError("window has not a logit and a label for every row of its steps")
+        raise ValueError("window does not have a logit and a label for every row of its steps")
     if (state["step"] == steps or state["stopped_early"]) and not state["seconds"]:
         raise ValueError("seconds is 0 after the last step")
 
@@ -112,7 +112,7 @@ def save(directory: Path, state: dict[str, Any]) -> None:
         except RuntimeError as error:  # torch does not report that the disk is full
             written, free = os.fstat(file.fileno()).st_size, shutil.disk_usage(directory).free
             space = f"{written:,} bytes of it were, and {free:,} are free on its disk"
-            raise OSError(f"{path} could not be written whole: {space}: {error}") from error
+            raise OSError(f"{path} could not be written completely: {space}: {error}") from error
     for folder in directory.glob("shards-*"):
         if _SHARDS.fits(folder.name) and folder.name != state.get("shards") and not folder.is_symlink():
             shutil.rmtree(folder)
@@ -135,7 +135,7 @@ def load(directory: Path) -> dict[str, Any]:
         raise DataError(f"{path} is damaged: the checksum of {damaged} is wrong")
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise DataError(f"{path} has format {found!r}, expected {FORMAT}: another version wrote it, so train anew")
+        raise DataError(f"{path} has format {found!r}, expected {FORMAT}: another version wrote it, so start a new run")
     return state
 
 
@@ -148,7 +148,7 @@ def save_shards(folder: Path, shards: dict[str, Any]) -> None:
     try:
         dcp.save(shards, storage_writer=dcp.FileSystemWriter(folder))
     except dcp.CheckpointException as error:
-        raise OSError(f"{folder} could not be written whole: {_reason(error)}") from error
+        raise OSError(f"{folder} could not be written completely: {_reason(error)}") from error
 
 
 def _reason(error: BaseException) -> str:
@@ -226,10 +226,10 @@ def read(directory: Path, config: TrainConfig, data: DataSet) -> dict[str, Any]:
         if changed := changes(options, here):
             raise DataError(
                 f"{directory} was trained with another config: {'; '.join(changed)}: a run resumes with its own "
-                "options, so leave that out, or train anew without --resume"
+                "options, so leave these out, or start a new run without --resume"
             )
         if found != expected:
-            raise DataError(f"{path} was made with other data: {short_repr(found, 1000)}, here are {expected}")
+            raise DataError(f"{path} was written with other data, {short_repr(found, 1000)}, expected {expected}")
     return state
 
 

@@ -159,7 +159,7 @@ class TrainConfig:
     unchanged: float | None = _number(
         None, "probability that a row keeps its session's history (default: 1)", 0, 1, of="synthetic"
     )
-    dedup: str = _choice("auto", "store equal shared bags of a batch once; windows: overlapping bags, too", DEDUP)
+    dedup: str = _choice("auto", "store equal shared bags of a batch once; windows: also overlapping bags", DEDUP)
     data_dir: str | None = _text(None, "folder for prepared data (default: ~/.cache/rec_kernels)", **_RUN)
 
     model: str = _choice("dlrm", "interaction: dlrm (dot products), dcnv2 (cross layers) or wukong", MODELS)
@@ -186,7 +186,7 @@ class TrainConfig:
         "stochastic", "rounding of updated rows that are not fp32; nearest loses small updates", ROUNDINGS
     )
     cache: float = _number(0.0, "fraction of the tables' rows to cache in FP32 (0: no cache)", 0, 1)
-    policy: str = _choice("lfu", "cache: eviction policy, least frequently or least recently used", POLICIES)
+    policy: str = _choice("lfu", "cache: eviction policy, least recently or least frequently used", POLICIES)
     decay_every: int = _count(0, "cache, lfu: halve access counts every N steps (0: never)", 0)
     backing: str = _choice("device", "storage of the tables: device, host memory (for a GPU) or disk", BACKINGS, **_RUN)
     memory_budget: str = _option(
@@ -210,7 +210,9 @@ class TrainConfig:
     valid_fraction: float = _option(
         0.0, float, "fraction of the training rows held out at the end", "0 or more, below 1", lambda v: 0 <= v < 1
     )
-    eval_every: int = _count(0, "steps between evaluations on the held-out rows, else the test rows (0: none)", 0)
+    eval_every: int = _count(
+        0, "steps between evaluations on the held-out rows, or the test rows without them (0: none)", 0
+    )
     patience: int = _count(0, "stop after this many evaluations without a better log loss (0: never)", 0)
     seed: int = _count(0, "seed of the initial weights and of stochastic rounding", 0, bits=64)
     device: str = _choice("cpu", "cpu, or cuda for torch's current GPU", DEVICES, **_RUN)
@@ -234,8 +236,8 @@ class TrainConfig:
                 raise ValueError(f"{option.name} is {value!r}, allowed is {allowed}")
         if self.decay_steps and self.decay_start < self.warmup_steps:
             raise ValueError(
-                f"decay_start is {self.decay_start}, must be at least warmup_steps (now {self.warmup_steps}) for rates "
-                "that fall (decay_steps)"
+                f"decay_start is {self.decay_start}, must be at least warmup_steps (now {self.warmup_steps}) "
+                "for a decaying learning rate (decay_steps)"
             )
         if self.backing == "disk" and self.device != "cpu":
             raise ValueError(f"backing is 'disk', which needs device 'cpu' (now {self.device!r})")
@@ -365,7 +367,7 @@ def refuse_options_without_effect(given: Mapping[str, Any], configs: Collection[
         requirement, has_effect = _requirement(options[name], configs)
         if not any(map(has_effect, configs)):
             raise ValueError(
-                f"{name} is {value!r}, which does nothing without {requirement}: leave it out, or give both"
+                f"{name} is {value!r}, which has no effect without {requirement}: leave it out, or give both"
             )
 
 

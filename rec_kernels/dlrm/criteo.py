@@ -76,7 +76,7 @@ class Criteo(Rows):
         if table_rows is not None and table_rows > MOST_TABLE_ROWS:
             raise DataError(f"table_rows is {table_rows}, allowed are 1 to {MOST_TABLE_ROWS}")
         if rows is not None and rows < FEWEST_ROWS:
-            raise DataError(f"rows is {rows}, allowed are {FEWEST_ROWS} or more, so that one is for the test")
+            raise DataError(f"rows is {rows}, allowed are {FEWEST_ROWS} or more, one of them for the test")
         files = source_files(Path(path))
         # Each path and choice of options has a folder; a changed source replaces its content.
         choice = json.dumps([str(Path(path).resolve()), rows, table_rows])
@@ -120,7 +120,7 @@ def _prepare(
     table = _write_table(path, files, rows, progress)
     if len(table) < FEWEST_ROWS:
         where = files[0] if len(files) == 1 else files[0].parent
-        raise DataError(f"{where} has {len(table)} rows, needed are {FEWEST_ROWS} or more, so that one is for the test")
+        raise DataError(f"{where} has {len(table)} rows, needs at least {FEWEST_ROWS}, one of them for the test")
     num_embeddings = []
     with (folder / "ids.npy").open("wb") as file:
         shape = len(CATEGORIES), len(table)

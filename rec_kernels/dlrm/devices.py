@@ -30,8 +30,8 @@ def find(name: str) -> torch.device:
     about = rk.build_info()
     if about["cuda_unavailable"] is not None and not about["triton_in_use"]:
         raise DeviceError(
-            f"{where} rec_kernels has no kernels for a GPU: {about['cuda_unavailable']}; "
-            "nor is Triton there, 3.6 or newer"
+            f"{where} rec_kernels has no kernels for a GPU: {about['cuda_unavailable']}; and Triton 3.6 or "
+            "newer is not installed"
         )
     return torch.device(name, torch.cuda.current_device())
 

@@ -62,12 +62,15 @@ def refuse_foreign(path: Path, *, folder: bool = False) -> None:
     except FileNotFoundError:
         return
     if stat.S_ISLNK(found.st_mode):
-        raise DataError(f"{path} is a symbolic link, and what it leads to would be changed: put the file itself there")
+        raise DataError(
+            f"{path} is a symbolic link, and its target would be changed: replace the link with the file itself"
+        )
     if not (stat.S_ISDIR if folder else stat.S_ISREG)(found.st_mode):
         raise DataError(f"{path} is not {'a folder' if folder else 'an ordinary file'}: move it away")
     if not folder and found.st_nlink > 1:
         raise DataError(
-            f"{path} has {found.st_nlink} names (hard links), and would be changed under each: put a copy there"
+            f"{path} has {found.st_nlink} names (hard links), and would be changed under all of them: replace "
+            "it with a copy"
         )
 
 
@@ -82,7 +85,7 @@ def read_text(path: Path, size: int = -1) -> str:
         with path.open("rb") as file:
             return file.read(size).decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not a text: {error}") from error
+        raise DataError(f"{path} is not a text file: {error}") from error
 
 
 def refuse_special(path: Path) -> None:

@@ -64,7 +64,7 @@ def build_model(
         if config.backing != "disk":
             if isinstance(error, MemoryError):
                 raise
-            raise TrainingError(f"no model has these options: {error}") from error
+            raise TrainingError(f"no model can have these options: {error}") from error
         raise DataError(f"tables on disk: {error} (memory_budget is {config.memory_budget!r})") from error
     except (OSError, ImportError) as error:
         raise DataError(f"tables on disk: {error}") from error
@@ -81,7 +81,7 @@ def restored_model(config: TrainConfig, data: DataSet, directory: Path, state: d
     if (in_file := generation is not None) != (config.backing == "disk"):  # before build_model creates a file
         place, allowed = ("a file", "disk") if in_file else ("memory", "device or --backing host")
         raise DataError(
-            f"{directory / checkpoint.NAME} has its tables in {place}, and backing is {config.backing!r}: use "
+            f"{directory / checkpoint.NAME} has its tables in {place}, but backing is {config.backing!r}: use "
             f"--backing {allowed}"
         )
     model = build_model(config, data, directory, generation)

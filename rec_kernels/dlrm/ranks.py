@@ -57,7 +57,7 @@ class Ranks:
         for rank, found in enumerate(gathered):
             for name, text in gathered[0].items():
                 if found[name] != text:
-                    raise TrainingError(f"{name} of process {rank} is {found[name]}, and {text} of process 0")
+                    raise TrainingError(f"{name} of process {rank} is {found[name]}, but {text} of process 0")
 
     def on_rank_0(self, function: Callable[[], Result]) -> Result:
         """Calls ``function`` on rank 0 and returns its result on all ranks; errors as in ``on_all_ranks``."""
@@ -119,7 +119,7 @@ def process_group(device: str) -> Iterator[Ranks]:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         raise TrainingError(
-            f"process {ranks.rank} of {ranks.world_size} cannot reach another one, which has probably ended "
+            f"process {ranks.rank} of {ranks.world_size} cannot reach another process, which has probably ended "
             f"({str(error).splitlines()[0]}): start all of them again, with --resume if the run has a checkpoint"
         ) from error
     if not initialized:

@@ -171,10 +171,10 @@ class Reader:
                 batch = checks.checked_batch(next(given), self.features, self.num_dense, size)
                 if self.mode == "windows" and batch.shared is not None and checks.weights_of(batch.shared) is not None:
                     raise WrongBatchError(
-                        "shared has weights, and dedup is 'windows', which have none: allowed is auto, on or off"
+                        "shared has weights, which dedup='windows' does not support: allowed is auto, on or off"
                     )
             except StopIteration:
-                raise DataError(f"{where} is not there, and num_rows says {self.data.num_rows(source)}") from None
+                raise DataError(f"{where} is missing, although num_rows is {self.data.num_rows(source)}") from None
             except WrongBatchError as error:
                 raise DataError(f"{where}: {error}") from error
             except (ValueError, TypeError, IndexError) as error:  # e.g. from the jagged containers
@@ -186,7 +186,7 @@ class Reader:
         """Yields the data set's batches; a generator, so that errors of ``batches()`` come with the first ``next``."""
         batches = self.data.batches(split, batch_size, start)
         if not hasattr(batches, "__iter__"):
-            raise WrongBatchError(f"batches() gave {type(batches).__name__}, must be an iterator of Batch")
+            raise WrongBatchError(f"batches() returned {type(batches).__name__}, must be an iterator of Batch")
         yield from batches
 
     def _decide_dedup(self, run: Path | None) -> DedupDecision:

@@ -163,7 +163,7 @@ class Records:
             raise ValueError(f"{self.path} has {end} bytes, expected {mark} or more")
         self._parsed(text)
         if mark and not text.endswith("\n"):
-            raise ValueError(f"records is {mark}, where no line of {self.path} ends")
+            raise ValueError(f"records is {mark}, which is not the end of a line of {self.path}")
         self._write(text)
 
     def read(self) -> list[dict]:
@@ -179,9 +179,9 @@ def _record(line: str, where: str) -> dict:
     record = files.parse_json(line, where)
     kind = record.get("kind") if isinstance(record, dict) else None
     if not isinstance(kind, str) or kind not in _RECORDS:
-        raise DataError(f"{where} is no record: its kind is {short_repr(kind)}, allowed are {', '.join(_RECORDS)}")
+        raise DataError(f"{where} is not a record: its kind is {short_repr(kind)}, allowed are {', '.join(_RECORDS)}")
     if wrong := mismatch(record, _RECORDS[kind], ""):
-        raise DataError(f"{where} is no record: {wrong}")
+        raise DataError(f"{where} is not a record: {wrong}")
     return record
 
 

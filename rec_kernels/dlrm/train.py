@@ -145,7 +145,7 @@ def _report(run: Run) -> None:
     try:
         report.write(run.directory)
     except (OSError, DataError) as error:
-        warnings.warn(f"there is no report of {run.directory}: {error}", stacklevel=3)
+        warnings.warn(f"the report of {run.directory} could not be written: {error}", stacklevel=3)
 
 
 def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test", device: str | None = None) -> dict:
@@ -181,7 +181,7 @@ def refuse_to_run_code(config: TrainConfig, directory: Path) -> None:
     """Raises DataError if the data of a run's config is a function: a file must not decide which code is executed."""
     if ":" in config.data:
         raise DataError(
-            f"{directory} has data {config.data!r}, a function to be called: say so with --data {config.data}"
+            f"{directory} has data {config.data!r}, a function to call: confirm it with --data {config.data}"
         )
 
 

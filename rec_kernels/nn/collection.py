@@ -429,7 +429,7 @@ class TableCollection(nn.Module):
     def _follow_requires_grad(self, layout: LayoutBuffers) -> None:
         """Freezes the features of tables with ``requires_grad`` False, in addition to those of ``freeze()``."""
         if (trained := [flag.requires_grad for flag in self._update.dense.grad_flags]) != layout.trained:
-            self._update.refuse_in_block("requires_grad of tables was changed")
+            self._update.refuse_in_block("changing requires_grad of tables")
             layout.set_trained(trained)
             self._update.dense.forget_nodes()
 
@@ -468,7 +468,7 @@ class TableCollection(nn.Module):
     def _fused(self, what: str, otherwise: str) -> FusedUpdate:
         """Returns the fused update; raises ValueError without a fused optimizer."""
         if self._update is None:
-            raise ValueError(f"{what}: there is no fused optimizer, as it was built with optimizer=None: {otherwise}")
+            raise ValueError(f"{what} needs a fused optimizer, but the collection has optimizer=None: {otherwise}")
         return self._update
 
     def set_grad_scaler(self, scaler: GradScaler | None) -> None:

@@ -75,7 +75,7 @@ def is_traced(tables: Tables, update: FusedUpdate | None) -> bool:
         grad_flags: list[Any] = update.dense.grad_flags if update is not None else []
         if any(t.requires_grad for t in (*tables.parameters(), *grad_flags)):
             raise RuntimeError(
-                "tables cannot be trained by a program of torch.export: export the collection's for_serving(), or "
+                "a program of torch.export cannot train tables: export the collection's for_serving(), or "
                 "lookups under torch.no_grad()"
             )
     return True
@@ -101,6 +101,6 @@ def check_options(
         raise ValueError(f"output_dtype must be torch.float32, float16 or bfloat16, got {output_dtype}")
     if cache is not None and (not isinstance(cache, RowCache) or optimizer is None):
         raise ValueError(
-            f"cache must be an rk.RowCache, and the collection have a fused optimizer, or None, got {cache!r} and "
+            f"cache must be None, or an rk.RowCache in a collection with a fused optimizer, got {cache!r} and "
             f"optimizer {optimizer!r}"
         )

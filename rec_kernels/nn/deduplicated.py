@@ -74,7 +74,7 @@ def _expand(x: object, inverse: Tensor, rows: int) -> object:
         _check_row_count(x.offsets().shape[0] - 1, rows)
         return JaggedTensor._from_parts(*select_bags(x.values(), x.offsets(), x.weights_or_none(), inverse))
     if isinstance(x, _JAGGED):
-        raise ValueError(f"the module returned a {type(x).__name__}, which is of features and not of samples")
+        raise ValueError(f"the module returned a {type(x).__name__}, which has features instead of one row per sample")
     if not isinstance(x, torch.Tensor):
         return x
     _check_row_count(x.shape[0] if x.dim() else None, rows)
@@ -84,4 +84,4 @@ def _expand(x: object, inverse: Tensor, rows: int) -> object:
 def _check_row_count(found: int | None, rows: int) -> None:
     if found != rows:
         got = "a tensor without dimensions" if found is None else f"{found} rows"
-        raise ValueError(f"what the module returns must have a row for each of the {rows} distinct samples, got {got}")
+        raise ValueError(f"the module's output must have one row for each of the {rows} distinct samples, got {got}")

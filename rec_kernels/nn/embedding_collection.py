@@ -73,7 +73,7 @@ class EmbeddingCollection(TableCollection):
         """
         dims = sorted(set(self._features.output_dims))
         if len(dims) != 1:
-            raise ValueError(f"embedding_dim() is of tables of one dimension, and these have {dims}")
+            raise ValueError(f"embedding_dim() requires tables of equal dimensions, got {dims}")
         return dims[0]
 
     def embedding_names_by_table(self) -> list[list[str]]:

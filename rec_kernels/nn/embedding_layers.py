@@ -86,7 +86,7 @@ class EmbeddingLayer(nn.Module):
             _check_initial(weight, table)
         if sparse and has_options:
             raise ValueError(
-                "sparse must be False beside options of the table: no gradient of it is stored, or a dense one"
+                "sparse must be False with options of the table: its gradient is dense or not stored at all"
             )
         self.sparse = sparse
         self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
@@ -122,7 +122,9 @@ class EmbeddingLayer(nn.Module):
             RuntimeError: the layer has one of the ``TableOptions``: its table is initialized once, by ``init``.
         """
         if self.collection is not None:
-            raise RuntimeError("reset_parameters() is for a layer without options: make a new one, or write `weight`")
+            raise RuntimeError(
+                "reset_parameters() requires a layer without options: create a new one, or write `weight`"
+            )
         _InitialRows(None, self.padding_idx)(self.weight)
 
     # Lookups.
@@ -146,9 +148,9 @@ class EmbeddingLayer(nn.Module):
         for stored in holders:
             if self._parameters.get(stored) is not holders[stored]._parameters["weight"]:
                 raise RuntimeError(
-                    f"{stored} has been replaced, and lookups read the table that it was: write it in place, with "
-                    "load_state_dict(), or with copy_() under torch.no_grad(); only a layer without options takes "
-                    "another parameter"
+                    f"{stored} has been replaced, but lookups still read the previous table: write it in place, "
+                    "with load_state_dict(), or with copy_() under torch.no_grad(); only a layer without "
+                    "options accepts another parameter"
                 )
 
     # Moves, copies and states delegate to the collection, under the layer's names.
@@ -302,7 +304,7 @@ def _check_rows(embeddings: Tensor) -> None:
 def _check_initial(weight: Tensor, table: EmbeddingBagConfig) -> None:
     check_tensor("_weight", weight)
     if table.compression is not None or not isinstance(table.init, _InitialRows):
-        raise ValueError("_weight is all of the table's rows: it goes with neither compression nor init")
+        raise ValueError("_weight sets all rows of the table, so compression and init must be None")
     size = [table.num_embeddings, table.embedding_dim]
     if list(weight.shape) != size or not weight.is_floating_point():
         raise ValueError(f"_weight must be floats {size}, got {weight.dtype} {list(weight.shape)}")

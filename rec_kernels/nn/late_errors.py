@@ -164,7 +164,7 @@ def _describe_origin(position: int, lookup: _Lookup) -> str | None:
     origin = None if lookup.given is None else lookup.given.origin
     if origin is None or (text := origin.describe_bad()) is not None or position == BAD_LAYOUT:
         return None if origin is None else text
-    return "offsets were not those that the batch's offset_per_key() is of, or have been overwritten since"
+    return "offsets did not match the batch's offset_per_key(), or have been overwritten since"
 
 
 def _locate_in_inverse(position: int, lookup: _Lookup) -> tuple[int, int] | None:
@@ -208,11 +208,14 @@ def _describe_offset(i: int, lookup: _Lookup, num_embeddings: list[int | None]) 
 def _error_of_unseen(position: int) -> Exception:
     where = "in a lookup that was compiled or replayed from a CUDA graph, since the last check"
     if position >= 0:
-        return IndexError(f"values[{position}] was out of range {where}; of several, the smallest position is named")
+        return IndexError(
+            f"values[{position}] was out of range {where}; if there were several, this is the smallest position"
+        )
     if position == BAD_LAYOUT:
         return ValueError(f"the collection's layout of tables was overwritten {where}")
     i = position - BAD_LAYOUT - 1
     return ValueError(
-        f"offsets[{i}] was below the offset before it or outside [0, number of values], or, if there are not so many, "
-        f"an inverse out of range {where}" + ("; if keys were in another order, any of the offsets" if i == 0 else "")
+        f"offsets[{i}] was below the offset before it or outside [0, number of values], or, if there are fewer "
+        f"offsets, an inverse index was out of range {where}"
+        + ("; if keys were in another order, any of the offsets" if i == 0 else "")
     )

@@ -71,8 +71,8 @@ def bags_of(tables: LookupModule, features) -> tuple[SelectedKeys, Tensor]:
 def _select(names: list[str], features) -> SelectedKeys:
     if isinstance(features, InverseKeyedJaggedTensor):
         raise TypeError(
-            "lookups that are not pooled take no rk.InverseKeyedJaggedTensor: give them features.to_kjt(), or wrap "
-            "the module in rk.deduplicated if its features are in one group"
+            "lookups without pooling do not accept an rk.InverseKeyedJaggedTensor: pass features.to_kjt(), or "
+            "wrap the module in rk.deduplicated if its features are in one group"
         )
     given = select_keys(features, names, exact=True)
     check_offsets(features.offsets(), features.values().shape[0])

@@ -211,8 +211,8 @@ def refuse_tangents(op: str, inputs: Iterable[object]) -> None:
         for t in given if isinstance(given, list | tuple) else (given,):
             if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
                 raise NotImplementedError(
-                    f"rec_kernels::{op} has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad): "
-                    "take it in reverse mode (torch.autograd)"
+                    f"rec_kernels::{op} has no forward-mode derivative (torch.func.jvp, "
+                    "torch.autograd.forward_ad): use reverse mode (torch.autograd)"
                 )
 
 

@@ -98,8 +98,8 @@ def refuse_norms(name: str, max_norm: float | None, norm_type: float, scale_grad
     """Raises NotImplementedError for options that renormalize rows in a lookup or scale gradients by id frequency."""
     if max_norm is not None or scale_grad_by_freq or norm_type != 2.0:
         raise NotImplementedError(
-            f"max_norm, norm_type and scale_grad_by_freq are not supported by {name}: a lookup changes no row here, "
-            "and the gradient of a row is that of torch without them"
+            f"max_norm, norm_type and scale_grad_by_freq are not supported by {name}: lookups never change "
+            "rows, and gradients are those of torch without these options"
         )
 
 
@@ -141,7 +141,9 @@ def check_ids(input: Tensor) -> None:
         raise TypeError(f"input must be a tensor of ids, got {type(input).__name__}")
     if input.is_nested or input.layout != torch.strided:
         found = "a nested one" if input.is_nested else f"one of layout {input.layout}"
-        raise ValueError(f"input must be a dense tensor, got {found}: of jagged ids, look up values() with offsets()")
+        raise ValueError(
+            f"input must be a dense tensor, got {found}: for jagged ids, pass their values() and offsets()"
+        )
     if input.dtype not in ID_DTYPES:
         raise ValueError(f"input must be int32 or int64 ids, got {input.dtype} {list(input.shape)}")
 
@@ -176,7 +178,7 @@ def _row_options(weight: Tensor, format: str | None, embedding_dim: int | None) 
     if weight.dtype != torch.uint8:
         raise ValueError(f"weight must be float32, float16, bfloat16 or uint8 rows of a format, got {weight.dtype}")
     if format is None or embedding_dim is None:
-        raise ValueError(f"weight is {weight.dtype}: format and embedding_dim must say what its rows are")
+        raise ValueError(f"weight is {weight.dtype}: format and embedding_dim must describe its rows")
     return {"format": format, "embedding_dim": embedding_dim}
 
 

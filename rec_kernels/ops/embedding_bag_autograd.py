@@ -111,7 +111,7 @@ def _backward(ctx, grad: Tensor, _):
     grad = grad.float()  # exact, from an output of half precision
     grad_weights = None
     if ctx.needs_input_grad[0] and ctx.arguments["sparse"]:
-        raise ValueError("sparse gradients of a flat `weights` tensor do not exist; use embedding_bag_tables")
+        raise ValueError("sparse gradients of a flat `weights` tensor are not supported; use embedding_bag_tables")
     if ctx.needs_input_grad[0]:
         grad_weights = _ops.embedding_bag_backward_dense.layout(grad, weights, **_bags(given))
     return _grads(ctx, weights=grad_weights, per_sample_weights=_per_sample_weights_gradient(ctx, grad, weights, given))
@@ -344,11 +344,10 @@ def _check_version(watched: Tensor, version: int) -> None:
     # Only gradients that read rows are checked; all others tolerate updated tables.
     if watched._version != version:
         raise RuntimeError(
-            "the tables have changed since this lookup, but its gradients, of products of rows or of "
-            "per_sample_weights, need the rows that the forward read. "
-            "This lookup updates nothing; updates by other lookups of the same backward are kept. If one of those "
-            "changed the tables, run both lookups and their backwards inside accumulate() of the collection, which "
-            "updates once, at its end"
+            "the tables have changed since this lookup, but its gradients (of products of rows or of "
+            "per_sample_weights) need the rows that the forward read. This lookup updates nothing; updates by "
+            "other lookups of the same backward are kept. If one of those changed the tables, run both lookups "
+            "and their backwards inside accumulate() of the collection, which updates once, at its end"
         )
 
 

@@ -117,7 +117,7 @@ def _straight_through(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
 def _of_slices(info, in_dims, x, *how):
     """Implements ``torch.vmap`` by one call on all slices, so that each draws its own random numbers."""
     if any(dim is not None for dim in in_dims[1:]):
-        raise NotImplementedError("fake_quantize: torch.vmap over seed or step; x alone may have a dimension of it")
+        raise NotImplementedError("fake_quantize does not support torch.vmap over seed or step, only over x")
     return _ops.fake_quantize(x.movedim(in_dims[0], 0), *how), 0
 
 

@@ -32,8 +32,8 @@ def setup_context(ctx, inputs, output) -> None:
     values, *where, _ = inputs
     if values.dtype not in FLOAT_FORMATS:
         raise ValueError(
-            f"values are {values.dtype} and require a gradient, which is of float32, float16 and bfloat16 only: "
-            "detach them"
+            f"values are {values.dtype} and require a gradient, which only float32, float16 and bfloat16 "
+            "support: detach them"
         )
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)

@@ -52,10 +52,13 @@ class Builder:
             check(1 <= dims[i] < 2**31, f"embedding_dims[{i}] = {dims[i]} must be in [1, 2^31)")
             check(rows[i] >= 0, f"num_embeddings[{i}] = {rows[i]} must not be negative")
             most = min(MAX_NOISY_ROWS, MAX_ELEMENTS // dims[i])
-            check(rows[i] <= most, f"num_embeddings[{i}] = {rows[i]} must be at most {most}, for {dims[i]} columns")
+            check(
+                rows[i] <= most,
+                f"num_embeddings[{i}] = {rows[i]} must be at most {most} for embedding_dims[{i}] = {dims[i]}",
+            )
             name = self.formats[i]
             known = ", ".join(BAG_FORMATS)
-            check(name in BAG_FORMATS, f'formats[{i}]: tables cannot have format "{name}"; it must be one of {known}')
+            check(name in BAG_FORMATS, f'formats[{i}] = "{name}" must be one of {known}')
             record[Column.num_embeddings], record[Column.embedding_dim] = rows[i], dims[i]
             record[Column.format] = ROW_FORMATS.index(name)
         for f, (first, last) in enumerate(itertools.pairwise(self.starts)):
@@ -78,10 +81,10 @@ class Builder:
         check(starts[0] == 0, f"partitions.starts[0] = {starts[0]} must be 0")
         for f, (before, here) in enumerate(itertools.pairwise(starts), 1):
             good = before < here <= before + MAX_PARTS
-            limits = f"1 to {MAX_PARTS} above the one before it, {before}"
+            limits = f"1 to {MAX_PARTS} greater than partitions.starts[{f - 1}] = {before}"
             check(good, f"partitions.starts[{f}] = {here} must be {limits}")
         last = f"partitions.starts[{len(starts) - 1}] = {starts[-1]}"
-        check(starts[-1] == count, f"{last} must be {count}, the number of elements of embedding_dims")
+        check(starts[-1] == count, f"{last} must be {count}, the length of embedding_dims")
         return starts
 
     def _name(self, i: int) -> str:
@@ -107,7 +110,7 @@ class Builder:
             f = record[Column.feature]
             how = combine[f]
             number = COMBINE.index(how) if how in COMBINE else how
-            check(number in (0, 1, 2), f"partitions.combine[{f}] = {how} must be 0 (concat), 1 (add) or 2 (mult)")
+            check(number in (0, 1, 2), f"partitions.combine[{f}] = {how} must be concat (0), add (1) or mult (2)")
             record[Column.divisor], record[Column.modulus] = divisors[i], moduli[i]
             record[Column.id_limit] = limits[f]
             self._check_rows(i, record)
@@ -127,15 +130,15 @@ class Builder:
             record[c] for c in (Column.feature, Column.divisor, Column.modulus, Column.id_limit)
         )
         check(divisor >= 1, f"partitions.divisors[{i}] = {divisor} must be at least 1")
-        check(modulus >= 1, f"partitions.moduli[{i}] = {modulus} must be at least 1, for a table without rows, too")
+        check(modulus >= 1, f"partitions.moduli[{i}] = {modulus} must be at least 1, even for a table without rows")
         every = limit == EVERY_ID
         alone = self.starts[f + 1] - self.starts[f] == 1
-        shape = f"feature {f}, of which every integer is an id, must have one part with divisor 1"
+        shape = f"feature {f}, which accepts every integer, must have one part with divisor 1"
         check(not every or (alone and divisor == 1), f"partitions.id_limits[{f}] = None: {shape}")
         rows, have = modulus if every else min(modulus, -(-limit // divisor)), record[Column.num_embeddings]
         parts = f"partitions.divisors[{i}] = {divisor} and partitions.moduli[{i}] = {modulus}"
-        lead = f"{parts} lead to from {'every id' if every else f'ids below {limit}'}"
-        check(rows <= have, f"num_embeddings[{i}] = {have} must be {rows} or more, the rows that {lead}")
+        lead = f"{parts} map {'all integers' if every else f'ids below {limit}'} to"
+        check(rows <= have, f"num_embeddings[{i}] = {have} must be at least {rows}, the rows that {lead}")
 
     def _check_parts(self, f: int) -> None:
         first, *others = range(self.starts[f], self.starts[f + 1])
@@ -145,7 +148,8 @@ class Builder:
             shape, of_first = ((r[Column.embedding_dim], ROW_FORMATS[r[Column.format]]) for r in (b, a))
             here = f"embedding_dims[{i}] = {shape[0]} and format {shape[1]}, of {self._name(i)},"
             there = (
-                f"those of its part 0, {of_first[0]} and {of_first[1]}: partitions.combine[{f}] adds or multiplies them"
+                f"those of its part 0, {of_first[0]} and {of_first[1]}, because partitions.combine[{f}] adds or "
+                "multiplies them"
             )
             check(a[Column.combine] == 0 or shape == of_first, f"{here} must be {there}")
 
@@ -176,7 +180,7 @@ class Builder:
             else:
                 starts = sized_integers(given, size, name, "parts")
             bits = 60 if column == Column.weight_offset and not self.is_bytes else 62
-            what = f"num_embeddings are too many: by default, {name}" if given is None else name
+            what = f"num_embeddings are too large: the default {name}" if given is None else name
             for i, record in enumerate(self.records):
                 here, above, most = starts[i], 2**bits, f"2^{bits}"
                 if column == Column.row_offset:
@@ -219,9 +223,9 @@ class Builder:
         for i, record in enumerate(self.records):
             check(firsts[i] >= 0, f"shards.first_rows[{i}] = {firsts[i]} must not be negative")
             good = whole[i] >= least[i]
-            check(good, f"shards.table_rows[{i}] = {whole[i]} must be at least {least[i]}, where the shard's rows end")
+            check(good, f"shards.table_rows[{i}] = {whole[i]} must be at least {least[i]}, the end of the shard's rows")
             good = whole[i] <= MAX_NOISY_ROWS
-            check(good, f"shards.table_rows[{i}] = {whole[i]} must be at most 2^44: no other rows have noise")
+            check(good, f"shards.table_rows[{i}] = {whole[i]} must be at most 2^44, the limit of stochastic rounding")
             block = 16 if self.formats[i].startswith("mx") else 4
             good = 0 <= columns[i] < 2**31 and columns[i] % block == 0
             check(good, f"shards.first_columns[{i}] = {columns[i]} must be a multiple of {block} in [0, 2^31)")
@@ -285,7 +289,7 @@ class Builder:
             check(sets >= 0, f"cache.sets[{i}] = {sets} must not be negative")
             check(sets == 0 or first >= 0, f"cache.first_sets[{i}] = {first} must not be negative")
             alone = self.starts[f + 1] - self.starts[f] == 1
-            several = f"feature {f} has several parts, whose rows are not cached"
+            several = f"feature {f} has several parts, which cannot be cached"
             check(sets == 0 or alone, f"cache.sets[{i}] = {sets} must be 0: {several}")
         check_cache_apart(self.records, self.ways)
 
@@ -309,12 +313,12 @@ class Builder:
         """Returns ``layout_sizes``."""
         least = max(self.widths, default=0)
         wide = least if widest is None else integer(widest, "widest_feature")
-        check(wide >= least, f"widest_feature = {wide} must be {least}, the most columns of a feature, or more")
+        check(wide >= least, f"widest_feature = {wide} must be at least {least}, the columns of the widest feature")
         rows = max((r[Column.row_offset] + r[Column.num_embeddings] for r in self.records), default=0)
         bound = rows if num_rows is None else integer(num_rows, "num_rows")
-        most = "the most of row_offsets + num_embeddings"
+        most = "the maximum of row_offsets + num_embeddings"
         hashes = any(r[Column.id_limit] in (EVERY_ID, EVERY_OTHER_ID) for r in self.records)
-        check(bound >= rows, f"num_rows = {bound} must be {rows}, {most}, or more")
+        check(bound >= rows, f"num_rows = {bound} must be at least {rows}, {most}")
         flag_values = {
             Flag.any_mean: any(r[Column.mean] for r in self.records),
             Flag.multiplies: any(r[Column.combine] == 2 for r in self.records),

@@ -47,15 +47,25 @@ def check_cache_apart(records: Records, ways: int) -> None:
     cached = [i for i, r in enumerate(records) if r[Column.cache_sets] > 0]
     for i in cached:
         begin = extent(i)[2]
-        check(begin >= 0, f"cache.row_offsets[{i}]: its first slot starts at element {begin} of cache_rows")
+        check(
+            begin >= 0,
+            f"cache.row_offsets[{i}] places its first slot at element {begin} of cache_rows; it must be at least 0",
+        )
     for a, b in itertools.pairwise(sorted(cached, key=extent)):
         x, y = extent(a), extent(b)
-        rule = "tables of one width share all of their sets or none, others none"
+        rule = "tables of equal width share all of their sets or none, other tables none"
         good = x == y or x[1] <= y[0]
-        check(good, f"cache.first_sets[{b}]: its sets are some of those of part {a}: {rule}")
+        check(
+            good,
+            f"cache.first_sets[{b}] = {records[b][Column.cache_first_set]}: its sets overlap those of part {a}: {rule}",
+        )
     for a, b in itertools.pairwise(sorted(cached, key=lambda i: extent(i)[2])):
         good = extent(a) == extent(b) or extent(a)[3] <= extent(b)[2]
-        check(good, f"cache.row_offsets[{b}]: its slots lie in the memory of those of part {a}")
+        check(
+            good,
+            f"cache.row_offsets[{b}]: its slots overlap those of part {a} in cache_rows; they must be the same or "
+            "disjoint",
+        )
 
 
 def check_tables(records: Records, name_of: NameOf, element_bytes: int) -> None:
@@ -75,15 +85,15 @@ def check_tables(records: Records, name_of: NameOf, element_bytes: int) -> None:
         feature, row = record[Column.feature], record[Column.row_offset]
         other = parts_by_row.setdefault((feature, row), i) - records[feature][Column.part_start]
         rule = "the parts of a feature must read different tables"
-        of_part = f"row_offsets[{i}] = {row}, of {name_of(i)}, is that of its part {other}"
+        of_part = f"row_offsets[{i}] = {row}, of {name_of(i)}, is also that of the feature's part {other}"
         check(parts_by_row[feature, row] == i, f"{of_part}: {rule}")
     for column in (Column.row_offset, Column.weight_offset, Column.state_offset):
         for a, b in _overlapping(records, list(tables.values()), column):
             here, there = (_argument_value(column, records[i][column], element_bytes) for i in (b, a))
-            where = f"lies in the table of {name_of(a)}"
+            where = f"is inside the table of {name_of(a)}"
             if here == there:
-                where = f"is that of {name_of(a)}, but {_differences(records, a, b, element_bytes)}"
-            raise ValueError(f"{_ARGUMENTS[column]}[{b}] = {here} {where}: features share a whole table or nothing")
+                where = f"is also that of {name_of(a)}, but {_differences(records, a, b, element_bytes)}"
+            raise ValueError(f"{_ARGUMENTS[column]}[{b}] = {here} {where}: features must share whole tables or nothing")
 
 
 def _differences(records: Records, a: int, b: int, element_bytes: int) -> str:
@@ -92,7 +102,7 @@ def _differences(records: Records, a: int, b: int, element_bytes: int) -> str:
     for column in (*_IDENTITY, Column.state_offset):
         here, there = (_argument_value(column, records[i][column], element_bytes) for i in (b, a))
         if here != there:
-            found.append(f"{_ARGUMENTS[column]}[{b}] = {here} is not its {there}")
+            found.append(f"{_ARGUMENTS[column]}[{b}] = {here} differs from its {there}")
     return ", ".join(found)
 
 

@@ -50,7 +50,7 @@ def rows_to_fbgemm(rows: Tensor, format: str, embedding_dim: int, *, row_alignme
         if lost.any():
             row = int(lost.nonzero()[0])
             scale, bias = stored[row].tolist()
-            raise ValueError(f"rows[{row}] has scale {scale:g} and bias {bias:g}: a float16 ends at 65504")
+            raise ValueError(f"rows[{row}] has scale {scale:g} and bias {bias:g}, beyond the largest float16, 65504")
         grid = half.view(torch.uint8)
     end = _HEADER_BYTES + size
     out = rows.new_zeros((rows.shape[0], -(-end // row_alignment) * row_alignment))

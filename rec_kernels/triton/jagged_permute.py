@@ -95,7 +95,7 @@ def _checked(
     for f, stride in enumerate(strides):
         left = bags - starts[-1]
         fits = 0 <= stride <= left
-        check(fits, f"strides[{f}] = {stride} must be in [0, {left}]: offsets are of {bags} bags")
+        check(fits, f"strides[{f}] = {stride} must be in [0, {left}]: offsets describe {bags} bags")
         starts.append(starts[-1] + stride)
     check(starts[-1] == bags, f"strides are of {starts[-1]} bags, and offsets of {bags}")
     for i, f in enumerate(permute):

@@ -42,7 +42,7 @@ def resolve_offsets(values: Tensor, lengths: Tensor | None, offsets: Tensor | No
     if offsets is None:
         if lengths is None:
             if len(values):
-                raise ValueError("lengths or offsets must be given: there are values")
+                raise ValueError("lengths or offsets must be given with values")
             return torch.zeros(1, dtype=torch.int64, device=values.device)
         return to_offsets(_checked_integers("lengths", lengths, values))
     offsets = _checked_integers("offsets", offsets, values)
@@ -63,12 +63,14 @@ def _checked_integers(name: str, t: Tensor, values: Tensor) -> Tensor:
 def _check_both(lengths: Tensor, offsets: Tensor) -> None:
     if lengths.shape[0] + 1 != offsets.shape[0]:
         raise ValueError(
-            f"lengths describe {lengths.shape[0]} bags, and offsets {offsets.shape[0] - 1}: give one of the two, or "
-            "both of the same bags"
+            f"lengths describe {lengths.shape[0]} bags, but offsets {offsets.shape[0] - 1}: give only one of "
+            "them, or both for the same bags"
         )
     if has_data(lengths) and has_data(offsets) and len(other := (lengths != offsets.diff()).nonzero()):
         i = int(other[0])
-        raise ValueError(f"lengths[{i}] = {int(lengths[i])} must be {int(offsets[i + 1] - offsets[i])}, as offsets say")
+        raise ValueError(
+            f"lengths[{i}] = {int(lengths[i])} must be {int(offsets[i + 1] - offsets[i])}, the length that offsets give"
+        )
 
 
 def resolve_strides(
@@ -103,7 +105,9 @@ def _sums(rows: Sequence[Sequence[int]]) -> list[int]:
 def check_stride(stride: int | None, keys: list[str], bags: int) -> None:
     """Raises ValueError unless ``bags`` equals ``stride`` bags per key."""
     if stride is not None and keys and bags != stride * len(keys):
-        raise ValueError(f"stride must be {bags // len(keys)}, the bags of each of {len(keys)} keys, got {stride!r}")
+        raise ValueError(
+            f"stride must be {bags // len(keys)}, the number of bags of each of {len(keys)} keys, got {stride!r}"
+        )
 
 
 def resolve_starts(length_per_key: Sequence[int] | None, offset_per_key: Sequence[int] | None) -> list[int] | None:
@@ -117,7 +121,7 @@ def resolve_starts(length_per_key: Sequence[int] | None, offset_per_key: Sequenc
         return None if lengths is None else list(itertools.accumulate(lengths, initial=0))
     starts = integers_of(offset_per_key, "offset_per_key")
     if lengths is not None and [b - a for a, b in itertools.pairwise(starts)] != lengths:
-        raise ValueError(f"length_per_key must be {offset_per_key}'s steps, got {lengths}")
+        raise ValueError(f"length_per_key must be the differences of offset_per_key, {offset_per_key}, got {lengths}")
     return starts
 
 

@@ -42,7 +42,7 @@ def from_lists(features: Mapping[str, Any], weights: Mapping[str, Any] | None) -
         for name, bags in weights.items():
             given = _from_lists(f"weights[{name!r}]", bags, torch.float32)
             if not torch.equal(given.lengths, found[name].lengths):
-                raise ValueError(f"weights[{name!r}] must have a number for each id of features[{name!r}]")
+                raise ValueError(f"weights[{name!r}] must have one weight for each id of features[{name!r}]")
             found[name] = found[name]._replace(weights=given.values)
     return _concat(found)
 
@@ -169,7 +169,7 @@ def _concat(features: dict[str, _Feature]) -> Arguments:
         return {"keys": [], "values": empty, "lengths": empty}
     without = [key for key, x in features.items() if x.weights is None]
     if without and len(without) < len(keys):
-        raise ValueError(f"features {without} have no weights, and others do: all must have them, or none")
+        raise ValueError(f"features {without} have no weights, but others do: give weights for all features or none")
     for key, x in features.items():
         if x.values.device != found[0].values.device:
             first = f"feature {keys[0]!r} is on {found[0].values.device}"

@@ -39,7 +39,7 @@ def check_values(values: Tensor) -> None:
     """Raises an error unless ``values`` are [N, ...]."""
     check_tensor("values", values)
     if not values.dim():
-        raise ValueError("values must have one dimension at least, got a tensor without any")
+        raise ValueError("values must have at least 1 dimension, got a 0-dim tensor")
 
 
 def check_integers(name: str, t: Tensor, values: Tensor) -> None:
@@ -76,7 +76,7 @@ def check_weights(weights: Tensor, values: Tensor) -> None:
 def require(name: str, found: T | None) -> T:
     """Returns ``found``; raises ValueError if it is None."""
     if found is None:
-        raise ValueError(f"there are no {name}: {name}_or_none() returns None then")
+        raise ValueError(f"there are no {name}; {name}_or_none() returns None instead of raising")
     return found
 
 
@@ -95,7 +95,7 @@ def check_keys_differ(keys: Sequence[str]) -> None:
         if not isinstance(key, str):
             raise TypeError(f"keys[{i}] must be a feature's name, a str, got {key!r}")
     if len(set(keys)) != len(keys):
-        raise ValueError(f"keys must differ, got {list(keys)}")
+        raise ValueError(f"keys must be unique, got {list(keys)}")
 
 
 def check_bags(keys: list[str], strides: list[int] | None, bags: int, which: str) -> None:
@@ -112,7 +112,7 @@ def check_bags(keys: list[str], strides: list[int] | None, bags: int, which: str
     if len(strides) != len(keys) or any(s < 0 for s in strides):
         raise ValueError(f"stride_per_key must have a batch size for each of the {len(keys)} keys, got {strides}")
     if sum(strides) != bags:
-        raise ValueError(f"{which} describe {bags} bags, and stride_per_key {sum(strides)}")
+        raise ValueError(f"{which} describe {bags} bags, but stride_per_key adds up to {sum(strides)}")
 
 
 def check_offsets(offsets: Tensor, count: int) -> None:
@@ -140,7 +140,7 @@ def check_bounds(
     if not has_data(offsets):
         return
     if not offsets.shape[0]:
-        raise ValueError("offsets are empty: they must have one element more than there are bags")
+        raise ValueError("offsets must have one element more than there are bags, got none")
     if _ops._offsets_rise(offsets, count):
         return
     if lengths is None:
@@ -201,7 +201,7 @@ def check_inverse(inverse: tuple[list[str], Tensor], keys: list[str], strides: l
         raise TypeError(f"inverse_indices must be names and their bags, (list, int64 [F, B]), got {inverse!r}"[:300])
     names, places = inverse
     if strides is None:
-        raise ValueError("inverse_indices are for features with batch sizes of their own: give stride_per_key")
+        raise ValueError("inverse_indices require a batch size per key: give stride_per_key")
     check_tensor("inverse_indices[1]", places)
     if places.dim() != 2 or places.shape[0] != len(names) or places.dtype != torch.int64:
         raise ValueError(
@@ -210,7 +210,7 @@ def check_inverse(inverse: tuple[list[str], Tensor], keys: list[str], strides: l
         )
     missing = [k for k in keys if k not in names]
     if missing:
-        raise ValueError(f"inverse_indices lack the keys {missing}")
+        raise ValueError(f"inverse_indices are missing the keys {missing}")
     if not keys or not has_data(places):
         return
     shared = SharedBags(places[[names.index(key) for key in keys]], list(range(len(keys))), strides, keys)
@@ -226,14 +226,14 @@ def checked_widths(keys: list[str], widths: Sequence[int], values: Tensor) -> li
     if len(widths) != len(keys) or any(width < 0 for width in widths):
         raise ValueError(f"length_per_key must have a width for each of the {len(keys)} keys, got {widths}")
     if values.dim() != 2 or values.shape[1] != sum(widths):
-        raise ValueError(f"values must be [B, {sum(widths)}], as wide as length_per_key says, got {list(values.shape)}")
+        raise ValueError(f"values must be [B, {sum(widths)}], the sum of length_per_key, got {list(values.shape)}")
     return widths
 
 
 def check_each(name: str, values: Sequence[object], kind: type) -> None:
     """Raises ValueError for an empty list, TypeError for an item that is not a ``kind``."""
     if not values:
-        raise ValueError(f"{name} is empty: it must have an rk.{kind.__name__} at least")
+        raise ValueError(f"{name} must have at least one rk.{kind.__name__}, got none")
     for i, value in enumerate(values):
         if not isinstance(value, kind):
             raise TypeError(f"{name}[{i}] must be an rk.{kind.__name__}, got {type(value).__name__}")

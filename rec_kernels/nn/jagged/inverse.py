@@ -65,7 +65,7 @@ class InverseKeyedJaggedTensor(JaggedContainer):
         keys = unique.keys() if keys is None else keys
         check_keys_differ(keys)
         if sorted(keys) != sorted(unique.keys()):
-            raise ValueError(f"keys must be those of unique, {unique.keys()}, in the batch's order, got {keys}")
+            raise ValueError(f"keys must be those of unique, {unique.keys()}, in the order of the batch, got {keys}")
         if has_data(unique.values()):
             unique.offset_per_key()  # cached from now on, also after a move
         self._unique, self._groups, self._inverse, self._keys = unique, groups, inverse, list(keys)
@@ -88,17 +88,19 @@ class InverseKeyedJaggedTensor(JaggedContainer):
             bad dtypes or offsets.
         """
         if isinstance(kjt, InverseKeyedJaggedTensor):
-            raise TypeError("kjt is an rk.InverseKeyedJaggedTensor: give kjt.to_kjt() to group it in another way")
+            raise TypeError("kjt is already an rk.InverseKeyedJaggedTensor: pass kjt.to_kjt() to group it differently")
         check_batch("kjt", kjt)
         keys = list(kjt.keys())
         groups = _checked_groups(groups, keys)
         if getattr(kjt, "variable_stride_per_key", bool)():
-            raise ValueError("the features have batch sizes of their own (stride_per_key): their bags are distinct")
+            raise ValueError(
+                "the features have their own batch sizes (stride_per_key), so their bags are already distinct"
+            )
         values, offsets, weights = kjt.values(), kjt.offsets(), kjt.weights_or_none()
         if weights is not None and weights.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                "weights require a gradient, which would be that of all samples that share a bag: compute them from "
-                "unique(), or detach them"
+                "weights must not require a gradient, because samples share bags: compute them from unique(), "
+                "or detach them"
             )
         group_of = {key: g for g, group in enumerate(groups) for key in group}
         numbers = [group_of.get(key, -1) for key in keys]
@@ -161,7 +163,7 @@ class InverseKeyedJaggedTensor(JaggedContainer):
         check_batch("features", features)
         if any(size != self.stride() for size in features.stride_per_key()):
             raise ValueError(
-                f"features must have {self.stride()} bags each, one for each sample, got {features.stride_per_key()}"
+                f"features must have {self.stride()} bags each, one per sample, got {features.stride_per_key()}"
             )
         bags = self.bags()
         if not features.keys():
@@ -325,13 +327,13 @@ def _checked_groups(groups: Sequence[Sequence[str]], keys: list[str]) -> list[li
     seen: dict[str, int] = {}
     for g, group in enumerate(checked):
         if not group:
-            raise ValueError(f"groups[{g}] is empty: it must name a feature at least")
+            raise ValueError(f"groups[{g}] must name at least one feature, got none")
         for key in group:
             if key not in known:
                 raise KeyError(f"groups[{g}] names {key!r}, which is not among the keys {keys}")
             if key in seen:
                 other = checked[seen[key]]
-                raise ValueError(f"{key!r} is in groups[{seen[key]}] = {other} and in groups[{g}] = {group}")
+                raise ValueError(f"{key!r} is in both groups[{seen[key]}] = {other} and groups[{g}] = {group}")
             seen[key] = g
     return checked
 
@@ -342,7 +344,7 @@ def _check_parts(unique: KeyedJaggedTensor | KeyedJaggedWindows, groups: list[li
     if names[: len(grouped)] != grouped:
         raise ValueError(f"unique must have the features of groups first, {grouped}, in this order, got {names}")
     if isinstance(unique, KeyedJaggedTensor) and unique.inverse_indices_or_none() is not None:
-        raise ValueError("unique must have no inverse_indices: inverse says which bags samples have")
+        raise ValueError("unique must have no inverse_indices: inverse maps samples to bags")
     check_tensor("inverse", inverse)
     if inverse.dtype != torch.int64 or inverse.dim() != 2 or inverse.shape[0] != len(groups):
         raise ValueError(
@@ -407,7 +409,9 @@ def _select_stored(
     # One device read: all sizes, and the status of a GPU kernel, which could not raise.
     *sizes, bad = torch.cat([is_kept.sum(1), ids, status[:1]]).tolist()
     if bad != NOTHING_BAD:
-        raise ValueError(f"offsets[{bad - BAD_LAYOUT - 1}] is bad: offsets must rise, in [0, {len(values)}]")
+        raise ValueError(
+            f"offsets[{bad - BAD_LAYOUT - 1}] is bad: offsets must be non-decreasing and in [0, {len(values)}]"
+        )
     strides, totals = sizes[: len(order)], sizes[len(order) :]
     index = torch.cat([bags[f, :stride] for f, stride in enumerate(strides)])
     values, offsets, weights = select_bags(values, offsets, weights, index, total=sum(totals))

@@ -119,10 +119,10 @@ class JaggedTensor(BagContainer):
         """
         values = listed(values, "values")
         if not values:
-            raise ValueError("values are empty: they must be a tensor for each row, one at least")
+            raise ValueError("values must have at least one tensor, one per row, got none")
         counts = _row_lengths("values", values)
         if weights is not None and (other := _row_lengths("weights", weights)) != counts:
-            raise ValueError(f"weights must be rows of the lengths of values, {counts}, got {other}")
+            raise ValueError(f"weights must have rows as long as those of values, {counts}, got {other}")
         joined = torch.cat(values)
         lengths = torch.tensor(counts, dtype=torch.int32, device=joined.device)
         return JaggedTensor(joined, None if weights is None else torch.cat(list(weights)), lengths)
@@ -142,11 +142,11 @@ class JaggedTensor(BagContainer):
             raise ValueError(f"values must be [B, L, ...], got {list(values.shape)}")
         checks.check_integers("lengths", lengths, values)
         if lengths.shape != values.shape[:1]:
-            raise ValueError(f"lengths must be one for each of {values.shape[0]} rows, got {list(lengths.shape)}")
+            raise ValueError(f"lengths must be [{values.shape[0]}], one per row of values, got {list(lengths.shape)}")
         if weights is not None:
             check_tensor("weights", weights)
             if weights.shape != values.shape[:2]:
-                raise ValueError(f"weights must be {list(values.shape[:2])}, as values, got {list(weights.shape)}")
+                raise ValueError(f"weights must be {list(values.shape[:2])}, like values, got {list(weights.shape)}")
         columns = values.shape[1]
         if checks.has_data(lengths) and len(bad := ((lengths < 0) | (lengths > columns)).nonzero()):
             i = int(bad[0])
@@ -201,5 +201,5 @@ def _row_lengths(name: str, rows: Sequence[Tensor]) -> list[int]:
     for b, row in enumerate(rows):
         check_tensor(f"{name}[{b}]", row)
         if not row.dim():
-            raise ValueError(f"{name}[{b}] must have one dimension at least, got a tensor without any")
+            raise ValueError(f"{name}[{b}] must have at least 1 dimension, got a 0-dim tensor")
     return [row.shape[0] for row in rows]

@@ -86,7 +86,7 @@ class KeyedTensor(JaggedContainer):
             shapes = [list(t.shape) for t in tensors]
             raise ValueError(f"tensors must be one [B, D] for each of {len(keys)} keys, got {shapes}")
         if len({t.shape[0] for t in tensors}) > 1:
-            raise ValueError(f"tensors must have as many rows as each other, got {[t.shape[0] for t in tensors]}")
+            raise ValueError(f"tensors must have equal numbers of rows, got {[t.shape[0] for t in tensors]}")
         return KeyedTensor(list(keys), [t.shape[1] for t in tensors], torch.cat(tensors, dim=1))
 
     @staticmethod
@@ -98,7 +98,7 @@ class KeyedTensor(JaggedContainer):
         """
         for i, group in enumerate(groups):
             if isinstance(group, str) or not isinstance(group, Collection) or not len(group):
-                raise ValueError(f"groups[{i}] must be a list of keys, one at least, got {group!r}")
+                raise ValueError(f"groups[{i}] must be a non-empty list of keys, got {group!r}")
         pairs = [pair for tensor in keyed_tensors for pair in tensor.to_dict().items()]
         checks.check_keys_differ([key for key, _ in pairs])
         blocks = dict(pairs)
@@ -118,7 +118,7 @@ class KeyedTensor(JaggedContainer):
             a key.
         """
         if len(keys) != len(groups):
-            raise ValueError(f"keys must name each of {len(groups)} groups, got {list(keys)}")
+            raise ValueError(f"keys must have one name for each of {len(groups)} groups, got {list(keys)}")
         checks.check_keys_differ(keys)
         return dict(zip(keys, KeyedTensor.regroup(keyed_tensors, groups), strict=True))
 

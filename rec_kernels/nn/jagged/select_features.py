@@ -77,7 +77,7 @@ class SelectedKeys(NamedTuple):
         """
         if self.weights is None:
             if is_weighted:
-                raise ValueError("the batch must have weights, as the collection was made with is_weighted=True")
+                raise ValueError("the batch must have weights, because the collection was built with is_weighted=True")
             return self
         if is_weighted is False:
             return self._replace(weights=None)

@@ -156,8 +156,8 @@ class KeyedJaggedTensor(BagContainer, OffsetsContainer):
             if not before <= start <= count:
                 where = f"feature {self._keys[f]!r} begins" if f < len(self._keys) else "the last feature ends"
                 raise ValueError(
-                    f"offsets[{bags[f]}] = {start}, where {where}, must be in [{before}, {count}], from where the one "
-                    "before begins to the number of values"
+                    f"offsets[{bags[f]}] = {start}, where {where}, must be in [{before}, {count}], between the "
+                    "start of the feature before it and the number of values"
                 )
 
     def _set_given_starts(self, starts: list[int] | None) -> None:
@@ -165,9 +165,11 @@ class KeyedJaggedTensor(BagContainer, OffsetsContainer):
         if starts is None or torch.compiler.is_compiling():
             return
         if len(starts) != len(self._keys) + 1:
-            raise ValueError(f"offset_per_key must be {len(self._keys) + 1} numbers, for the keys and an end: {starts}")
+            raise ValueError(
+                f"offset_per_key must have {len(self._keys) + 1} elements, one per key and the end, got {starts}"
+            )
         if has_data(self._offsets) and starts != (found := self.offset_per_key()):
-            raise ValueError(f"offset_per_key must be {found}, as lengths or offsets say, got {starts}")
+            raise ValueError(f"offset_per_key must be {found}, which follows from lengths or offsets, got {starts}")
         self._check_starts(self._bag_starts(), starts)
         self.keep_offset_per_key(starts)
 
@@ -285,7 +287,7 @@ class KeyedJaggedTensor(BagContainer, OffsetsContainer):
         """
         segments = checks.integers_of(segments, "segments")
         if min(segments, default=0) < 0 or sum(segments) != len(self._keys):
-            raise ValueError(f"segments must be at least 0 and {len(self._keys)} together, got {list(segments)}")
+            raise ValueError(f"segments must be at least 0 and add up to {len(self._keys)}, got {list(segments)}")
         ends = list(itertools.accumulate(segments, initial=0))
         return [self._features(a, b) for a, b in itertools.pairwise(ends)]
 
@@ -302,7 +304,7 @@ class KeyedJaggedTensor(BagContainer, OffsetsContainer):
         indices = checks.integers_of(indices, "indices")
         for i in indices:
             if not 0 <= i < len(self._keys):
-                raise IndexError(f"indices must be numbers of features, in [0, {len(self._keys)}), got {i}")
+                raise IndexError(f"indices must be feature numbers in [0, {len(self._keys)}), got {i}")
         if not indices:
             return self._features(0, 0)
         permuted = _concat([self._features(i, i + 1) for i in indices])
@@ -312,7 +314,7 @@ class KeyedJaggedTensor(BagContainer, OffsetsContainer):
     def _features(self, first: int, last: int) -> KeyedJaggedTensor:
         """Consecutive features as views of this batch."""
         if self._inverse is not None:
-            raise ValueError("the batch has inverse_indices, which are of all its features")
+            raise ValueError("the batch must not have inverse_indices, which describe all of its features")
         strides, starts = self.stride_per_key(), self.offset_per_key()
         bags, (start, stop) = sum(strides[:first]), (starts[first], starts[last])
         offsets = self._offsets[bags : bags + sum(strides[first:last]) + 1]
@@ -477,12 +479,15 @@ class KeyedJaggedTensor(BagContainer, OffsetsContainer):
         checks.check_each("kjt_list", kjt_list, KeyedJaggedTensor)
         keys = list(itertools.chain.from_iterable(kjt.keys() for kjt in kjt_list))
         if any(kjt.inverse_indices_or_none() is not None for kjt in kjt_list):
-            raise ValueError("kjt_list has inverse_indices, which are of a batch of their own")
+            raise ValueError("kjt_list must not have inverse_indices, which describe one batch each")
         parts = [kjt for kjt in kjt_list if kjt.keys()]
         weights = [kjt.weights_or_none() for kjt in parts]
         if len({w is None for w in weights}) > 1:
             without = next(kjt.keys() for kjt, w in zip(parts, weights, strict=True) if w is None)
-            raise ValueError(f"kjt_list has features with weights, and without, {without}: all must have them, or none")
+            raise ValueError(
+                f"kjt_list has features without weights, {without}, but others have them: all must have weights, or "
+                "none"
+            )
         if len(parts) < 2 and len(set(keys)) == len(keys):
             return parts[0] if parts else kjt_list[0]
         checks.check_keys_differ(keys)

@@ -81,12 +81,14 @@ class KeyedJaggedWindows(OffsetsContainer):
         """
         check_batch("kjt", kjt)
         if kjt.weights_or_none() is not None:
-            raise ValueError("kjt has weights, which windows do not: an id has one in each of its bags")
+            raise ValueError(
+                "kjt must not have weights: windows share ids, and an id may have another weight in each of its bags"
+            )
         if getattr(kjt, "inverse_indices_or_none", lambda: None)() is not None:
-            raise ValueError("kjt has inverse_indices, which rk.InverseKeyedJaggedTensor has beside its bags")
+            raise ValueError("kjt must not have inverse_indices: use rk.InverseKeyedJaggedTensor for shared bags")
         offsets = kjt.offsets()
         if offsets.device.type != "cpu":
-            raise ValueError(f"kjt is on {offsets.device}: windows are found on the CPU, before a batch is moved")
+            raise ValueError(f"kjt must be on the CPU, got {offsets.device}: find windows before moving a batch")
         values, starts = jagged_overlaps(kjt.values(), offsets)
         strides = list(kjt.stride_per_key()) if getattr(kjt, "variable_stride_per_key", bool)() else None
         return cls(list(kjt.keys()), values, starts, offsets.diff(), stride_per_key=strides)

@@ -53,8 +53,8 @@ class Compression(ABC):
             return [embedding_dim] * count
         if embedding_dim % count:
             raise ValueError(
-                f"embedding_dim = {embedding_dim} does not divide into {count} parts of equal width, side by side; "
-                f"{self._width_advice}"
+                f"embedding_dim = {embedding_dim} must be a multiple of {count}, for {count} concatenated parts "
+                f"of equal width; {self._width_advice}"
             )
         return [embedding_dim // count] * count
 
@@ -147,7 +147,9 @@ class Partitions(Compression):
     def __post_init__(self) -> None:
         _check_combine("Partitions", self.combine, self.compose)
         if not is_list(self.pairs) or not 1 <= len(self.pairs) <= MAX_PARTS:
-            raise ValueError(f"Partitions: there must be 1 to {MAX_PARTS} (divisor, modulus) pairs, got {self.pairs!r}")
+            raise ValueError(
+                f"Partitions: pairs must have 1 to {MAX_PARTS} elements (divisor, modulus), got {self.pairs!r}"
+            )
         pairs = []
         for i, pair in enumerate(self.pairs):
             if not is_list(pair) or len(pair) != 2:
@@ -159,7 +161,7 @@ class Partitions(Compression):
             columns = positive_integers("Partitions: columns", self.columns)
             if self.combine != "concat" or len(columns) != len(pairs):
                 raise ValueError(
-                    "Partitions: columns must be one number for each pair, and are for combine='concat', got "
+                    "Partitions: columns must have one width for each pair, and require combine='concat', got "
                     f"{list(columns)} and {self.combine!r}"
                 )
             object.__setattr__(self, "columns", columns)
@@ -215,7 +217,7 @@ class QuotientRemainder(Compression):
     collisions: int = 4
     combine: str = "mult"
     compose: str = "per_id"
-    _width_advice = "it must be even, or combine 'mult' or 'add'"
+    _width_advice = "use an even one, or combine 'mult' or 'add'"
 
     def __post_init__(self) -> None:
         _check_combine("QuotientRemainder", self.combine, self.compose)
@@ -295,8 +297,8 @@ def check_complementary(pairs: Sequence[tuple[int, int]], num_ids: int) -> None:
         if num_ids <= _MAX_IDS_CHECKED:
             return
         raise ValueError(
-            f"partitions {list(pairs)} are not known to tell {num_ids} ids apart: use remainders whose least common "
-            "multiple is as large, or the digits of mixed radices"
+            f"partitions {list(pairs)} cannot be shown to distinguish {num_ids} ids: use moduli with at least "
+            "this least common multiple, or the digits of a mixed-radix number"
         )
     first = np.flatnonzero(same)[order[:-1][same].argmin()]
     shared = tuple(int(row[order[first]]) for row in rows)

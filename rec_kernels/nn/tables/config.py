@@ -249,8 +249,8 @@ def check_per_id(table: EmbeddingConfig) -> None:
     """Raises ValueError if the table's compression supports pooled lookups only."""
     if table.compression is not None and table.compression.compose != "per_id":
         raise ValueError(
-            f"table {table.name!r}: compression must not be {table.compression}: these lookups are not pooled, so it "
-            "must be None or one with compose 'per_id'"
+            f"table {table.name!r}: compression = {table.compression} must be None or have compose 'per_id', "
+            "because these lookups are not pooled"
         )
 
 

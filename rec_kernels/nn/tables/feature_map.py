@@ -89,7 +89,7 @@ class FeatureMap:
         self.table_ids = [n if s.place is None else s.place.table_id for n, s in enumerate(self.stored)]
         names = [s.name for s in self.stored]
         if len(set(names)) != len(names):
-            raise ValueError(f"table names must differ, those of parts too, got {names}")
+            raise ValueError(f"table names, including those of parts, must be unique, got {names}")
         self.storage = Storage(self.stored)
         self.rows = [*itertools.accumulate((s.num_embeddings for s in self.stored), initial=0)]
         self.optimizers = optimizers
@@ -227,8 +227,8 @@ def _output_keys(tables: Sequence[EmbeddingConfig], feature_names: list[str]) ->
     twice = sorted({key for key in keys if keys.count(key) > 1})
     if twice:
         raise ValueError(
-            f"feature_names of the tables give more than one output the name {twice}: a table must name a feature "
-            "once, and no feature be called <feature>@<table> as the outputs of one in several tables are"
+            f"feature_names give several outputs the name {twice}: a table must list a feature only once, and "
+            "no feature may be named <feature>@<table>, the output's name for a feature of several tables"
         )
     return keys
 

@@ -34,8 +34,8 @@ class FileStore(TableStore):
 
     def shared(self) -> TableStore:
         raise NotImplementedError(
-            f"tables in {self.file.path} cannot be served by a module without the file: look up in the collection in "
-            "eval() mode, or load the rows into one in memory"
+            f"tables in {self.file.path} cannot be served by a module without the file: use the collection in "
+            "eval() mode, or load the rows into a collection in memory"
         )
 
     def new_weights(self, device: torch.device | str | None) -> Tensor:
@@ -52,7 +52,7 @@ class FileStore(TableStore):
     def wrap_apply(self, weights: Tensor, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         if fn(torch.empty(0, dtype=torch.uint8, device="cpu")).device.type != "cpu":
             raise NotImplementedError(
-                f"tables on disk ({self.file.path}) cannot be moved: their file backs host memory"
+                f"tables on disk ({self.file.path}) cannot be moved to another device: their file backs host memory"
             )
         return lambda t: t if t is weights else fn(t)  # a cast, even if undone, would read the whole file
 
@@ -67,8 +67,8 @@ class FileStore(TableStore):
     def pin_rows(self) -> AbstractContextManager[None]:
         if is_exporting():
             raise NotImplementedError(
-                f"tables in {self.file.path} cannot be exported: a program has no file; load the rows into a "
-                "collection in memory, and export its for_serving()"
+                f"tables in {self.file.path} cannot be exported: an exported program cannot read the file; load "
+                "the rows into a collection in memory, and export its for_serving()"
             )
         if torch.compiler.is_compiling():
             from rec_kernels.ops.graph_breaks import pin_file_rows
@@ -131,25 +131,27 @@ class FileStore(TableStore):
     def _check_generation(self, state_dict: dict, prefix: str, weights: list[str]) -> None:
         tables = [name for name in weights if name in state_dict]
         if tables:
-            raise RuntimeError(f"{tables[0]} cannot be loaded: the tables are those of {self.file.path}")
+            raise RuntimeError(f"{tables[0]} cannot be loaded: the rows of this table are in {self.file.path}")
         name, own = f"{prefix}file_identity", self.file.identity
         if int(state_dict.setdefault(name, torch.tensor(own, device="cpu"))) != own:  # older states have none
             raise RuntimeError(
-                f"{name} is {int(state_dict[name])} and that of {self.file.path} is {own}: the state is of tables in "
-                "another file; nothing was changed"
+                f"{name} is {int(state_dict[name])}, but that of {self.file.path} is {own}: the state belongs "
+                "to another file; nothing was changed"
             )
         given, own = state_dict.get(f"{prefix}file_generation"), self.file.row_file.generation
         has_cache = any(name.startswith(f"{prefix}row_cache.") for name in state_dict)
         if given is None and has_cache and (self.file.has_unflushed_slots or self.file.has_changed):
             raise RuntimeError(
-                f"{prefix}file_generation is missing: of which state of {self.file.path} the rows in {prefix}row_cache "
-                "are is not known, and there were updates since its last; nothing was changed"
+                f"{prefix}file_generation is missing, so the generation of {self.file.path} that "
+                f"{prefix}row_cache belongs to is unknown, and there were updates since the last one; nothing "
+                "was changed"
             )
         if given is not None and (int(given) != own or self.file.has_changed):
             changed = ", whose rows have changed since" if self.file.has_changed else ""
             raise RuntimeError(
-                f"{prefix}file_generation is {int(given)} and {self.file.path} has generation {own}{changed}: open "
-                f"the file anew with rk.RowCache(generation={int(given)}), if it still has it; nothing was changed"
+                f"{prefix}file_generation is {int(given)}, but {self.file.path} has generation {own}{changed}: "
+                f"reopen the file with rk.RowCache(generation={int(given)}), if it still has that generation; "
+                "nothing was changed"
             )
         self.file.has_unflushed_slots = True  # loading will change slots
 
@@ -190,8 +192,8 @@ class UnopenedStore(TableStore):
     def wrap_apply(self, weights: Tensor, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         if not fn(torch.empty(0, device="meta")).is_meta:
             raise NotImplementedError(
-                f"tables on disk ({self.cache.cache.path}) that are on the meta device have no file, and cannot be "
-                "given memory: make the collection on the CPU, or have rk.distributed shard it"
+                f"tables on disk ({self.cache.cache.path}) of a collection on the meta device have no file, and "
+                "cannot be given memory: create the collection on the CPU, or let rk.distributed shard it"
             )
         return fn
 
@@ -199,21 +201,21 @@ class UnopenedStore(TableStore):
 def _open(features: FeatureMap, cache: RowCache, device: torch.device | str | None) -> FileStore:
     where = device_of(device)
     if where.type != "cpu":
-        raise ValueError(f"backing 'disk' is for collections on the CPU, got device {str(where)!r}")
+        raise ValueError(f"backing 'disk' requires a collection on the CPU, got device {str(where)!r}")
     slots = CacheState(cache, features, device="meta").num_bytes()
     left, least = cache.memory_budget - slots, 16 * 4096
     if left < least:
         raise ValueError(
-            f"memory_budget = {cache.memory_budget} must be {slots + least} or more: slots of the cache take "
-            f"{slots} bytes, and rows in the file need {least} at least"
+            f"memory_budget = {cache.memory_budget} must be at least {slots + least}: the cache's slots take "
+            f"{slots} bytes, and rows of the file need at least {least}"
         )
     for table in [] if Path(cache.path).exists() else features.stored:
         floats = 4 * table.num_embeddings * table.embedding_dim
         if floats > cache.memory_budget and not takes_chunks(table.init):
             warnings.warn(
-                f"table {table.name!r}: its init is given all rows at once, {floats} bytes in float32 beside the "
-                f"memory_budget of {cache.memory_budget}: if it may be called with some rows after the others, give "
-                "it an attribute in_chunks = True",
+                f"table {table.name!r}: its init receives all rows at once, {floats} bytes in float32 in "
+                f"addition to the memory_budget of {cache.memory_budget}: if it can initialize chunks of rows, "
+                "set its attribute in_chunks = True",
                 stacklevel=4,
             )
     state = CacheState(cache, features, device=device)  # before the file is opened, because it may run out of memory

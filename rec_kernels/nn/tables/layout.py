@@ -125,8 +125,8 @@ class LayoutBuffers(nn.Module):
             if len({trained[i] for i in feature.parts}) > 1:
                 names = [self._features.stored[i].name for i in feature.parts]
                 raise ValueError(
-                    f"requires_grad of the parts {names} of table {feature.table.name!r} must be the same: they are "
-                    f"trained together, got {[trained[i] for i in feature.parts]}"
+                    f"requires_grad of the parts {names} of table {feature.table.name!r} must be equal, because "
+                    f"they are trained together, got {[trained[i] for i in feature.parts]}"
                 )
         self.trained = trained
         self._freeze()

@@ -42,8 +42,8 @@ def allocate(module: nn.Module, state: dict[str, Tensor | None], prefix: str) ->
         return
     if missing:
         raise RuntimeError(
-            f"{', '.join(missing)}: not in the state, and this collection is on the meta device, where "
-            "load_state_dict(assign=True) needs all of its state; or give it memory with to_empty() first; none of its "
+            f"{', '.join(missing)}: not in the state. On the meta device, load_state_dict(assign=True) needs "
+            "the collection's whole state; otherwise allocate its memory with to_empty() first; none of its "
             "tables was changed"
         )
     # ``step`` has the collection's device even if tables are in host memory.
@@ -68,8 +68,8 @@ def check_tensors(state_dict: dict, prefix: str, own: Mapping[str, Tensor]) -> N
         if not of_kind or given.layout != torch.strided or (given.is_meta and not tensor.is_meta):
             where = "on the meta device" if given.is_meta else f"of layout {given.layout}"
             raise RuntimeError(
-                f"{prefix}{name}: the state has {given.dtype} {where}, this collection has {tensor.dtype}, which can "
-                "be copied from strided numbers of its kind; none of its tables was changed"
+                f"{prefix}{name}: the state has {given.dtype} {where}, this collection has {tensor.dtype}, "
+                "which can only be copied from strided tensors of its kind; none of its tables was changed"
             )
         if not given.is_meta and not isinstance(given, FakeTensor):
             _check_numbers(name, given, prefix)
@@ -139,19 +139,19 @@ def fit_formats(state: dict, prefix: str, tables: list[StoredTable], *, convert:
             continue
         if found not in BAG_FORMATS:
             raise RuntimeError(
-                f"{name}.format must name the rows of {name}.weight, as one of {', '.join(BAG_FORMATS)}, got "
+                f"{name}.format must be the row format of {name}.weight, one of {', '.join(BAG_FORMATS)}, got "
                 f"{found!r}; no table of the collection was changed"
             )
         if not convert:
             raise RuntimeError(
-                f"{name}.weight has rows of format {found}, this collection's are {table.format}: "
-                "load_state_dict(..., convert=True) of the collection converts them, or its convert_formats() around "
-                "that of a model; none of its tables was changed"
+                f"{name}.weight has rows of format {found}, this collection's are {table.format}: pass "
+                "convert=True to the collection's load_state_dict(), or call a model's inside the collection's "
+                "convert_formats(); none of its tables was changed"
             )
         width = table.embedding_dim if found in FLOAT_DTYPES else row_bytes(found, table.embedding_dim)
         if rows.dim() != 2 or rows.shape[1] != width:
             raise RuntimeError(
-                f"size mismatch for {name}.weight: {list(rows.shape)} with rows of format {found}, which are {width} "
+                f"size mismatch for {name}.weight: {list(rows.shape)}, but rows of format {found} are {width} "
                 f"wide for {table.embedding_dim} columns; no table of the collection was changed"
             )
         state[f"{name}.weight"] = convert_rows(rows, found, table.format, table.embedding_dim)

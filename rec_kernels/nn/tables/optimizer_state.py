@@ -42,13 +42,14 @@ class TableOptimizers:
         rated = next((t for t in tables if t.lr is not None), None)
         if default is None and 0 < len(without) < len(tables):
             raise ValueError(
-                f"tables {without} have no optimizer, as the collection has optimizer=None, and the others have fused "
-                "ones: give the collection one for them, or each its own; torch's optimizers are for all tables or none"
+                f"tables {without} have no optimizer, because the collection has optimizer=None, but the others "
+                "have fused ones: give one to the collection or to each of these; torch's optimizers train all "
+                "tables or none"
             )
         if default is None and without and rated is not None:
             raise ValueError(
-                f"table {rated.name!r}: lr = {rated.lr} is for a fused optimizer, and the collection has "
-                "optimizer=None: give torch's optimizer a parameter group of the table's weight"
+                f"table {rated.name!r}: lr = {rated.lr} requires a fused optimizer, but the collection has "
+                "optimizer=None: put the table's weight into a parameter group of torch's optimizer"
             )
         self.default: Optimizer | None = tables[0].optimizer if default is None and tables else default
         self.of: list[int] = []

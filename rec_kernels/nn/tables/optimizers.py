@@ -34,7 +34,7 @@ class _Common:
                 object.__setattr__(self, name, number_of(rate))
         eps: float = getattr(self, "eps", 0.0)
         if 0 < eps < 2.0**-126:
-            raise ValueError(f"eps = {eps!r} must be 0 or at least 2^-126: as float32 it would be next to nothing")
+            raise ValueError(f"eps = {eps!r} must be 0 or at least 2^-126, the smallest normal float32")
         check_choice("weight_decay_mode", self.weight_decay_mode, ("l2", "decoupled"))
         for name in ("clip_grad_value", "clip_grad_norm"):
             value = getattr(self, name)

@@ -126,10 +126,10 @@ def refuse_written(tied: Tied) -> None:
     for name, version in tied.written.items():
         if tied._weight(name)._version != version:
             raise RuntimeError(
-                f"the weight of table {name!r} was written, and the table is in a file: the weight has memory for the "
-                "rows that were loaded last, and what is written to it may or may not be lost. close() the collection, "
-                "which keeps the rows of the last flush(), and open the file anew; a new table begins with the rows "
-                "that its config's init writes"
+                f"the weight of table {name!r} was written, but the table is in a file: only the rows loaded "
+                "last are in memory, and other writes may be lost. close() the collection, which keeps the "
+                "rows of the last flush(), and reopen the file; a new table starts with the rows that its "
+                "config's init writes"
             )
 
 
@@ -154,10 +154,10 @@ def refuse_replaced(tied: Tied) -> None:
         weight = parameters.get("weight")
         if weight is None or _is_transformed(weight) or _address(weight) not in (address, 0):
             raise RuntimeError(
-                f"the weight of table {name!r} has been replaced, and lookups read the memory that it was a view of: "
-                "write it in place, with load_state_dict(), or with copy_() or torch.nn.init under torch.no_grad(); "
-                "assignments, .data, torch.func.functional_call, vector_to_parameters, parametrizations and "
-                "fully_shard without ignored_params= do not"
+                f"the weight of table {name!r} has been replaced, but lookups still read the memory that it was "
+                "a view of: write it in place, with load_state_dict(), or with copy_() or torch.nn.init under "
+                "torch.no_grad(). Assignments, .data, torch.func.functional_call, vector_to_parameters, "
+                "parametrizations and fully_shard without ignored_params= replace it"
             )
 
 

@@ -52,8 +52,8 @@ def refuse_replacing(module: nn.Module, name: str, other: object, holder: str | 
         return
     if other is None or other is not module._modules.get(name):
         raise RuntimeError(
-            f"{name} of {type(module).__name__} cannot be another module: lookups read the memory that the "
-            "collection's tables were made with. Make a new collection, or write the weights in place, with "
+            f"{name} of {type(module).__name__} cannot be replaced by another module: lookups read the "
+            "collection's own memory. Create a new collection, or write the weights in place, with "
             "load_state_dict(), or with copy_() under torch.no_grad()"
         )
 
@@ -61,8 +61,9 @@ def refuse_replacing(module: nn.Module, name: str, other: object, holder: str | 
 def refuse_reset(module: nn.Module) -> NoReturn:
     """Raises RuntimeError: a collection cannot initialize its tables again."""
     raise RuntimeError(
-        f"reset_parameters() of {type(module).__name__}: the rows of its tables are drawn once, when it is made. "
-        "Make a new one, or load a state: to_empty() leaves rows, optimizer state and step undefined"
+        f"reset_parameters() of {type(module).__name__}: the rows of its tables are initialized only once, when "
+        "it is created. Create a new one, or load a state: to_empty() leaves rows, optimizer state and step "
+        "undefined"
     )
 
 

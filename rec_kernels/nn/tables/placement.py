@@ -103,13 +103,15 @@ def _check_budgets(**budgets: int | None) -> None:
 
 def _refuse_repeated(names: list[str]) -> None:
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"tables {repeated} are there more than once: counts and placements go by their names")
+        raise ValueError(
+            f"table names must be unique, got {repeated} more than once: counts and placements are keyed by name"
+        )
 
 
 def _sorted_counts(table: EmbeddingConfig, counts: Mapping[str, Tensor]) -> Tensor:
     """Uses of a table's rows in descending order, float64."""
     if table.name not in counts:
-        raise ValueError(f"counts have nothing of table {table.name!r}, only {sorted(counts)}")
+        raise ValueError(f"counts must have an entry for table {table.name!r}, got only {sorted(counts)}")
     given = torch.as_tensor(counts[table.name], device="cpu").double()
     if given.shape != (table.planned_rows,):
         raise ValueError(
@@ -118,7 +120,7 @@ def _sorted_counts(table: EmbeddingConfig, counts: Mapping[str, Tensor]) -> Tens
     if len(wrong := (~((given >= 0) & given.isfinite())).nonzero()):
         place = int(wrong[0])
         raise ValueError(
-            f"counts of table {table.name!r}: [{place}] is {given[place].item()}, must be finite, 0 or more"
+            f"counts of table {table.name!r}: element {place} = {given[place].item()} must be finite and at least 0"
         )
     if len(table.stored) == 1 and table.stored[0].num_embeddings < len(given):
         # Hashed: ids share rows.

@@ -130,7 +130,7 @@ class PrefetchedBatch:
         if not inserts:
             self.refuse("a lookup in eval() mode or without gradients")
         if not self._is(bags):
-            self.refuse("a lookup of another one")
+            self.refuse("a lookup of another batch")
         slots = self._slots
         if self._event is not None:
             self._wait()
@@ -157,8 +157,8 @@ class PrefetchedBatch:
         """Raises RuntimeError if rows of a prefetched batch are in the cache."""
         if self._slots is not None:
             raise RuntimeError(
-                f"{what} after prefetch(), whose batch has its rows in the cache already: look that batch up in "
-                "training first; nothing was changed"
+                f"{what} cannot run after prefetch(): the prefetched rows are already in the cache; look that "
+                "batch up in training mode first; nothing was changed"
             )
 
     def _is(self, bags: Bags) -> bool:

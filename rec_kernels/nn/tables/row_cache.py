@@ -88,12 +88,12 @@ class RowCache:
             raise ValueError(f"ways must be at most 1024, got {self.ways}")
         check_choice("policy", self.policy, POLICIES)
         if integer_from(0, "decay_every", self.decay_every) and self.policy != "lfu":
-            raise ValueError(f"decay_every = {self.decay_every} is for policy 'lfu', got {self.policy!r}")
+            raise ValueError(f"decay_every = {self.decay_every} requires policy 'lfu', got {self.policy!r}")
         check_choice("backing", self.backing, BACKINGS)
         on_disk = self.backing == "disk"
         for name in ("path", "memory_budget"):
             if (getattr(self, name) is not None) != on_disk:
-                need = "must be given for" if on_disk else "is for"
+                need = "must be given for" if on_disk else "requires"
                 raise ValueError(f"{name} {need} backing 'disk', got {name}={getattr(self, name)!r}, {self.backing!r}")
         if on_disk:
             if not isinstance(self.path, str | os.PathLike):
@@ -102,7 +102,7 @@ class RowCache:
             if self.generation is not None:
                 integer_from(0, "generation", self.generation)
         elif self.generation is not None:
-            raise ValueError(f"generation is for backing 'disk', got {self.generation!r} and {self.backing!r}")
+            raise ValueError(f"generation requires backing 'disk', got {self.generation!r} and {self.backing!r}")
 
     def of(self, table: str) -> float:
         """The fraction of the table with this name."""
@@ -169,7 +169,7 @@ class CacheState(nn.Module):
             unknown = sorted(n for n, f in cache.fraction.items() if n not in names and (f or n not in several))
             if unknown:
                 own = sorted(names)
-                raise ValueError(f"fraction names {unknown}, which are no tables of one part: those are {own}")
+                raise ValueError(f"fraction names {unknown}, which are not tables with a single part: those are {own}")
         self.fractions = [cache.of(t.name) if i in alone else 0.0 for i, t in enumerate(self._stored)]
         self._groups = self._make_groups()
         slots = sum(g.sets for g in self._groups) * cache.ways

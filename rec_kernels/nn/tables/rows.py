@@ -56,8 +56,8 @@ def fill(floats: Tensor, table: StoredTable, first: int) -> None:
         returned = table.init(floats.zero_())
         if type(returned) is Tensor and type(floats) in (Tensor, nn.Parameter) and _memory(returned) != _memory(floats):
             raise ValueError(
-                f"table {table.name!r}: init returned another tensor than the weight that it was given: it must fill "
-                "the weight in place, which has zeros otherwise"
+                f"table {table.name!r}: init returned a tensor other than its argument: it must fill the weight "
+                "in place"
             )
         return
     floats.uniform_(-table.bound, table.bound)

@@ -63,9 +63,10 @@ class TableStore:
             sizes = [(stop - start) * storage.dtype.itemsize for start, stop in itertools.pairwise(storage.starts)]
             name, largest = max(zip((t.name for t in self._features.stored), sizes, strict=True), key=lambda x: x[1])
             raise type(error)(
-                f"no memory for {len(sizes)} tables of {sum(sizes):,} bytes, of which {name!r} has {largest:,}; on "
-                "device='meta', memory_report() has the bytes of each. Rows of other formats (format='int8') take "
-                f"fewer, and rk.RowCache keeps tables in host memory or on disk: {error}"
+                f"no memory for {len(sizes)} tables of {sum(sizes):,} bytes, of which {name!r} has {largest:,}; "
+                "on device='meta', memory_report() lists the bytes of each. Smaller row formats "
+                "(format='int8') take less memory, and rk.RowCache keeps tables in host memory or on disk: "
+                f"{error}"
             ) from error
 
     @torch.no_grad()
@@ -206,8 +207,8 @@ class TableStore:
         if int(step) != flushed and any(table["dirty_rows"] for table in cache.report()):
             when = "there was no flush()" if flushed < 0 else f"the last flush() was at {flushed}"
             raise RuntimeError(
-                f"step is {int(step)}, and {when}: cached rows hold updates that their tables do not; call "
-                "flush() before a table is written, and reset_cache_states() after it; nothing was changed"
+                f"step is {int(step)}, and {when}: cached rows have updates that were not written back; call "
+                "flush() before writing to a table, and reset_cache_states() afterwards; nothing was changed"
             )
         clock = cache.clock.clone()  # kept, because stochastic rounding depends on it
         cache.clear()

@@ -57,7 +57,7 @@ class TableFile:
         layout = self._layout(storage, stored)
         row_file = host().RowFile
         if not exists and generation:
-            raise ValueError(f"{self.path} does not exist, and was to be opened at generation {generation}")
+            raise ValueError(f"{self.path} does not exist, so it cannot be opened at generation {generation}")
         if not exists:
             num_bytes = max(storage.starts[-1] * unit, 1)
             self.row_file = row_file.create(self.path, num_bytes, layout=layout, memory_budget=memory_budget)
@@ -136,8 +136,8 @@ class TableFile:
             try:
                 self.row_file.load(starts, sizes)
             except MemoryError as error:
-                advice = "give it more memory_budget, or look up fewer rows at a time"
-                raise MemoryError(f"{error} beside the cache's slots: {advice}") from None
+                advice = "increase memory_budget, or look up fewer rows at a time"
+                raise MemoryError(f"{error}, without the cache's slots: {advice}") from None
 
     def load_table(self, i: int, first: int, count: int) -> None:
         """Loads consecutive rows of table i for writing."""
@@ -189,7 +189,7 @@ class TableFile:
     def refuse_copies(self) -> NoReturn:
         """Raises TypeError: two collections cannot share a file."""
         raise TypeError(
-            f"tables in a file ({self.path}) cannot be copied or pickled: state_dict() and the file are their state"
+            f"tables in a file ({self.path}) cannot be copied or pickled: their state is state_dict() and the file"
         )
 
     def __reduce__(self) -> str:

@@ -99,8 +99,8 @@ class Pending:
         """
         if not self._is_open:
             raise RuntimeError(
-                "this lookup was made in an accumulate() block that has ended, so its backward cannot be part of the "
-                "update any more: call backward() inside the block"
+                "this lookup was made in an accumulate() block that has ended, so its backward can no longer "
+                "contribute to the update: call backward() inside the block"
             )
         shared = lookup.shared
         if shared is not None:
@@ -152,8 +152,8 @@ class _Recorded(torch.autograd.Function):
 
 def _refuse_earlier_lookup(_) -> None:
     raise RuntimeError(
-        "a compiled lookup made before this accumulate() block ran its backward inside it, and has updated the tables "
-        "by itself: call the collection inside the block, too"
+        "a compiled lookup made before this accumulate() block ran its backward inside it and has already "
+        "updated the tables: call the collection inside the block as well"
     )
 
 

@@ -21,15 +21,15 @@ def refuse_data_parallel(tables: Any) -> None:
     if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
         raise RuntimeError(
             "a collection with a fused optimizer cannot be trained inside DistributedDataParallel: each "
-            "process would update its tables with the gradients of its own rows only, DDP synchronises no update made "
-            "in the backward, and the replicas would differ silently; build the collection with optimizer=None, or "
-            "have TorchRec shard it (rk.distributed)"
+            "process would update its tables with the gradients of its own rows only, DDP does not synchronize "
+            "updates made in the backward, and the replicas would silently diverge; build the collection with "
+            "optimizer=None, or let TorchRec shard it (rk.distributed)"
         )
     if tables._is_replica:
         raise RuntimeError(
-            "a collection with a fused optimizer cannot be trained inside torch.nn.DataParallel: each replica would "
-            "update tables of its own, which are dropped after the step; build the collection with optimizer=None, or "
-            "have TorchRec shard it (rk.distributed)"
+            "a collection with a fused optimizer cannot be trained inside torch.nn.DataParallel: each replica "
+            "would update its own copy of the tables, which is dropped after the step; build the collection "
+            "with optimizer=None, or let TorchRec shard it (rk.distributed)"
         )
     if tables.process_local or tables._warned_of_processes:
         return
@@ -48,10 +48,10 @@ def refuse_data_parallel(tables: Any) -> None:
 def warn_unsynchronized() -> None:
     """Emits the UserWarning that the tables are not synchronized with other processes."""
     warnings.warn(
-        f"torch.distributed has {distributed.get_world_size()} processes, and this one trains a collection with a "
-        "fused optimizer, whose updates change this process's tables only: nothing synchronises them, neither FSDP "
-        "(fully_shard) nor DistributedDataParallel of other parts of the model, and replicas differ from the first "
-        "update on. If each process is to have tables of its own, set process_local = True of the collection; for "
-        "replicas, build it with optimizer=None and have its gradients reduced, as DDP does",
+        f"torch.distributed has {distributed.get_world_size()} processes, and this one trains a collection with "
+        "a fused optimizer, which updates only this process's tables: neither FSDP (fully_shard) nor "
+        "DistributedDataParallel of other parts of the model synchronizes them, and replicas diverge at the "
+        "first update. If each process should have its own tables, set the collection's process_local = True; "
+        "for replicas, build it with optimizer=None and reduce its gradients, as DDP does",
         stacklevel=2,
     )

@@ -102,10 +102,10 @@ class Untrained:
 def _warn_of_untrained(formats: dict[str, str]) -> None:
     """Emits the UserWarning that nothing trains the collection's tables."""
     warnings.warn(
-        f"a lookup of training, by a collection whose tables nothing trains: torch has no gradients of rows in a "
-        f"format other than fp32, fp16 and bf16, {formats} here, nor of tables beside them. Build the collection with "
-        "a fused optimizer, rk.RowwiseAdagrad(lr=0.05) say. If the tables are to stay as they are, call "
-        "requires_grad_(False) of it, or look up in eval() or under torch.no_grad()",
+        "a training lookup by a collection whose tables nothing trains: torch has no gradients of rows in "
+        f"formats other than fp32, fp16 and bf16 ({formats} here), nor of tables beside them. Build the collection with "
+        "a fused optimizer, such as rk.RowwiseAdagrad(lr=0.05). To leave the tables unchanged, call its "
+        "requires_grad_(False), or look up in eval() mode or under torch.no_grad()",
         stacklevel=2,
     )
 
@@ -120,23 +120,24 @@ def _warn(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     marks = {getattr(p, _MARK, None) for p in given}
     if any(getattr(p, _MARK, None) is _UNTRAINED and RequiresGrad.of(p).requires_grad for p in given):
         warnings.warn(
-            f"{type(optimizer).__name__} was given tables of a collection that nothing trains: rows in a format other "
-            "than fp32, fp16 and bf16 need a fused optimizer. Build it with one, rk.RowwiseAdagrad(lr=0.05) say, or "
-            "leave the tables out by rk.dense_parameters(model), if they are to stay as they are",
+            f"{type(optimizer).__name__} was given tables of a collection that nothing trains: rows in formats "
+            "other than fp32, fp16 and bf16 need a fused optimizer. Build it with one, such as "
+            "rk.RowwiseAdagrad(lr=0.05), or leave its tables unchanged by giving the optimizer "
+            "rk.dense_parameters(model)",
             stacklevel=3,
         )
     if _REPLACED in marks:
         warnings.warn(
-            f"{type(optimizer).__name__} was given tables that rk.replace_embeddings has replaced since, and does not "
-            "train those that the model has now: make it from rk.dense_parameters(model) after the replacement, or "
-            "name it in trained_by=",
+            f"{type(optimizer).__name__} was given tables that rk.replace_embeddings has since replaced, and "
+            "does not train the new ones: create it from rk.dense_parameters(model) after the replacement, or "
+            "pass it as trained_by=",
             stacklevel=3,
         )
     if _FUSED in marks:
         warnings.warn(
-            f"{type(optimizer).__name__} was given tables that a fused optimizer updates: its learning rate, weight "
-            "decay and schedulers do not reach them. Give it rk.dense_parameters(model); tables have the options of "
-            "their collection's optimizer, and collection.fused_optimizer is for schedulers",
+            f"{type(optimizer).__name__} was given tables that a fused optimizer updates: its learning rate, "
+            "weight decay and schedulers do not affect them. Give it rk.dense_parameters(model); set the "
+            "options of tables in their collection's optimizer, and give schedulers collection.fused_optimizer",
             stacklevel=3,
         )
 

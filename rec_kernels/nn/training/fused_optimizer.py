@@ -84,13 +84,12 @@ class FusedGroup(dict):
                 lr.fill_(value)
         if key in self.numbers and value != self.numbers[key]:
             raise ValueError(
-                f"{key} = {value!r} must be {self.numbers[key]!r}, as the table's optimizer was built: of a fused "
-                "optimizer only lr can be changed"
+                f"{key} = {value!r} must remain {self.numbers[key]!r}: of a fused optimizer only lr can be changed"
             )
         if key in OPTIONS and self.numbers and key not in self.numbers:
             raise ValueError(
-                f"{key} = {value!r} is not an option of {self.numbers['optimizer']}: of a fused optimizer only lr can "
-                "be changed, and other options are given when the collection is made"
+                f"{key} = {value!r} is not an option of {self.numbers['optimizer']}: of a fused optimizer only "
+                "lr can be changed, and other options are set when the collection is created"
             )
         super().__setitem__(key, value)
 
@@ -165,7 +164,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Raises ValueError, except in the constructor: kernels update the collection's tables only."""
         if hasattr(self, "_step"):
             raise ValueError(
-                "a collection's fused optimizer has groups of the collection's tables and no others: give other "
+                "a fused optimizer has parameter groups only for its collection's tables: give other "
                 "parameters to an optimizer of torch.optim"
             )
         super().add_param_group(param_group)
@@ -223,8 +222,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             _checked_rate(group.get("lr", 0.0))
             if (kind := group.get("optimizer", own.numbers["optimizer"])) != own.numbers["optimizer"]:
                 raise ValueError(
-                    f"the state is of optimizer {kind} for tables {own.names}, which have {own.numbers['optimizer']} "
-                    "here; nothing was changed"
+                    f"the state is of optimizer {kind} for tables {own.names}, which have "
+                    f"{own.numbers['optimizer']} in this collection; nothing was changed"
                 )
         with self._tables_only() as groups:
             super().load_state_dict(state_dict)
@@ -242,7 +241,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         if given is None:
             return groups
         if sorted(given) != sorted(names):
-            raise ValueError(f"the state has groups of tables {given}, and the collection {names}; nothing was changed")
+            raise ValueError(
+                f"the state has parameter groups for tables {given}, but the collection for {names}; nothing was "
+                "changed"
+            )
         return [groups[given.index(tables)] for tables in names]
 
     @overload
@@ -259,8 +261,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         if hasattr(self, "found_inf") and self._token is None:
             raise RuntimeError(
-                "the loss was scaled, and the updates of this collection were made with gradients as large as that: "
-                "call collection.set_grad_scaler(scaler) before the training"
+                "the loss was scaled, but this collection's updates used the scaled gradients: call "
+                "collection.set_grad_scaler(scaler) before training"
             )
         self.zero_grad(set_to_none=not self.is_captured)
         return None if closure is None else closure()

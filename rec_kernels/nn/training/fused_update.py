@@ -257,7 +257,7 @@ class FusedUpdate:
     def refuse_in_block(self, what: str) -> None:
         """Raises RuntimeError inside ``accumulate()``, whose single update has one set of options."""
         if self.pending is not None:
-            raise RuntimeError(f"{what} inside accumulate(): do it before the block or after it")
+            raise RuntimeError(f"{what} is not allowed inside accumulate(): do it before or after the block")
 
     def set_grad_scaler(self, scaler: GradScaler | None, weights: list[nn.Parameter], buffers: Buffers) -> None:
         """Implements ``set_grad_scaler()`` of a collection with these tensors."""
@@ -289,8 +289,8 @@ class FusedUpdate:
             return {"grad_scale": self._scaler.scale(self._one)}
         if self._lost_scaler:
             raise RuntimeError(
-                "this is a copy of a collection with a GradScaler, which copies do not take along: call "
-                "set_grad_scaler() with the one that scales the copy's losses, or with None if they are not scaled"
+                "this is a copy of a collection with a GradScaler, which copies do not inherit: call "
+                "set_grad_scaler() with the scaler of the copy's losses, or with None if they are not scaled"
             )
         return {}
 
@@ -312,7 +312,7 @@ class FusedUpdate:
             RuntimeError: the block is nested in another one.
         """
         if self.pending is not None:
-            raise RuntimeError("accumulate() inside accumulate() of the same collection: end the outer block first")
+            raise RuntimeError("accumulate() blocks of one collection cannot be nested: end the outer block first")
         scaling = self.scaling()
         self.pending = pending = Pending(self.token)
         self.dense.is_deferred = True

@@ -39,7 +39,7 @@ _REENTRANT = CheckpointFunction.backward.__code__
 #: Maximum elements of a dense gradient that joins an update: 1 GiB of float32.
 LARGEST = 1 << 28
 
-_COMPILED = "torch's compiled autograd runs nothing there"
+_COMPILED = "torch's compiled autograd runs no callbacks there"
 
 
 class LookupNodes:
@@ -134,8 +134,8 @@ class DenseGradients:
         """
         if self.is_deferred:
             raise RuntimeError(
-                "a lookup made before this accumulate() block runs its backward inside it, and has updated nothing: "
-                "call the collection inside the block, too"
+                "a lookup made before this accumulate() block runs its backward inside it and has updated "
+                "nothing: call the collection inside the block as well"
             )
         if not self.joins():
             return False
@@ -162,9 +162,9 @@ class DenseGradients:
                     return False
             elif is_compiled:
                 raise RuntimeError(
-                    f"{', '.join(self._names)}: gradients of several lookups, or of a lookup and a weight, are one "
-                    f"update behind the backward, and {_COMPILED}; no table was changed. Let this backward run without "
-                    "it"
+                    f"{', '.join(self._names)}: gradients of several lookups, or of a lookup and a weight, form "
+                    f"one update after the backward, but {_COMPILED}; no table was changed. Run this backward "
+                    "without it"
                 )
             self._begin_update()
         return True
@@ -189,9 +189,9 @@ class DenseGradients:
         """Emits a UserWarning if an optimizer was set to run in the backward for the tables: it never runs."""
         if found := in_backward(self.weights):
             warnings.warn(
-                f"{type(found[0]).__name__} was applied in the backward to tables that a fused optimizer updates: it "
-                "does not train them. Tables have the options of their collection's optimizer; apply it to "
-                "rk.dense_parameters(model)",
+                f"{type(found[0]).__name__} was applied in the backward to tables that a fused optimizer "
+                "updates: it does not train them. Set the options of tables in their collection's optimizer; "
+                "apply it to rk.dense_parameters(model)",
                 stacklevel=2,
             )
 
@@ -246,8 +246,8 @@ class DenseGradients:
             self.is_compiled = True
         elif torch._C._are_functorch_transforms_active() and not _is_functionalized():
             raise RuntimeError(
-                f"{', '.join(self._names)}: tables of a fused optimizer are not trained inside of torch.func's "
-                "transforms, vmap and grad: look them up outside, or under torch.no_grad()"
+                f"{', '.join(self._names)}: tables of a fused optimizer cannot be trained inside torch.func's "
+                "transforms (vmap, grad): look them up outside, or under torch.no_grad()"
             )
         elif (task := _current_task()) >= 0:
             self._refuse_nested(task - 1)
@@ -257,9 +257,9 @@ class DenseGradients:
         if self._updated > task:
             raise RuntimeError(
                 f"{', '.join(self._names)}: lookups of these tables were made in a reentrant checkpoint, whose "
-                "backward has updated them by itself, before this one was done with them: use use_reentrant=False, or "
-                "make all lookups and the backward inside accumulate() of the collection; or another thread trains "
-                "them at the same time: let one thread do it"
+                "own backward updated them before this one was done with them: pass use_reentrant=False, or "
+                "run all lookups and the backward inside the collection's accumulate(); or another thread "
+                "trains them at the same time: train them in one thread"
             )
 
     def add_dense(self, i: int) -> None:
@@ -272,22 +272,23 @@ class DenseGradients:
         if weight.grad is None:
             return  # torch also calls hooks for undefined gradients
         if reason is None and self.is_compiled:
-            reason = "its lookups are compiled, and update before it is there"
+            reason = "its lookups are compiled, and update the table before this gradient exists"
         if reason is None and not self.is_deferred and _is_compiled_backward():
-            reason = f"it would be added behind the backward, and {_COMPILED}, outside of accumulate()"
+            reason = f"it would be added after the backward, but {_COMPILED}, outside of accumulate()"
         if reason is None and not self.is_deferred and self._is_in_reentrant_checkpoint():
             reason = (
-                "it comes from a reentrant checkpoint, whose backward is one of its own: use use_reentrant=False, or "
-                "make the lookups and the backward inside accumulate() of the collection"
+                "it comes from a reentrant checkpoint, which runs its own backward: pass use_reentrant=False, "
+                "or run the lookups and the backward inside accumulate() of the collection"
             )
         if reason is None and weight.grad.numel() > LARGEST:
             reason = f"it has {weight.grad.numel()} elements, and at most {LARGEST} join an update"
         if reason is not None:
             weight.grad = None
             raise RuntimeError(
-                f"the weight of table {self._names[i]!r} is used beside lookups and has a dense gradient, which the "
-                f"fused optimizer cannot add to theirs: {reason}. Look its rows up instead, as a second feature of the "
-                "table, or build the collection with optimizer=None; weight.detach() has no gradient"
+                f"the weight of table {self._names[i]!r} is also used outside lookups and has a dense gradient, "
+                f"which the fused optimizer cannot add to theirs: {reason}. Look its rows up instead, as a "
+                "second feature of the table, or build the collection with optimizer=None; weight.detach() has "
+                "no gradient"
             )
         self._refuse_nested(_current_task())
         if not self.is_deferred and self._task != _current_task():
