@@ -76,7 +76,7 @@ def cases() -> Iterator[Case]:
             rk.dot_interaction,
             recipe,
             lambda shapes=shapes: tuple(map(torch.randn, shapes)),
-            # Backward, a pair's gradient is multiplied by both of its vectors.
+            # In the backward, a pair's gradient is multiplied by both of its vectors.
             (products, 3 * products),
             tuned,
         )

@@ -77,7 +77,7 @@ class Formats(Subject):
     def _limit(self, direction: str) -> Call:
         w, weights = self.workload, self.of("ours", self.format).module._weights.detach()
         width = rk.row_bytes(self.format, w.dim)
-        # As if there were no gap, of less than a cache line, between tables.
+        # Ignores the gaps between tables, which are smaller than a cache line.
         rows = weights.view(torch.uint8).view(-1)[: sum(w.table_rows) * width].view(-1, width)
         runs = w.runs(torch.empty(w.batch, w.tables * w.dim))
         pieces = [[(of[ids], bag, w.dim, columns) for bag, ids, columns in runs] for of in self.linear]

@@ -13,9 +13,9 @@ from bench.cases import Case
 from bench.peers import EPS, LR, fbgemm_ops, fbgemm_tables
 from bench.timing import Call
 
-#: Batches that the calls take in turn.
+#: Batches that the calls cycle through.
 INPUTS = 4
-SESSION, ROWS = 9, 100_000  # samples that have their bags of the group in common, one after the other; rows of a table
+SESSION, ROWS = 9, 100_000  # consecutive samples that share their bags of the group; rows of a table
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def cases() -> Iterator[Case]:
             rk.factorization_machine,
             formula,
             lambda shapes=shapes: tuple(map(torch.randn, shapes)),
-            # Forward x^T y, and x times that. Backward those of the gradient, too, and two for the gradient of x. Ours
-            # does two more: it keeps nothing of the forward, and has x^T times the gradient both ways.
+            # Forward: x^T y, and x times it. Backward: the same for the gradient, and two for the gradient of x. Ours
+            # does two more: it saves nothing in the forward, and computes x^T times the gradient twice.
             (2 * products, 6 * products),
         )

@@ -13,7 +13,7 @@ from bench.cases import INPUTS, Case, Way, op_case, trained_case
 from bench.limits import limits
 
 BATCH = 2048
-# 26 features of widths that rk.mixed_dimensions gives Criteo's; wider ones; few and large ones, a matter of arithmetic.
+# 26 features with rk.mixed_dimensions' widths for Criteo; wider ones; few large ones, which are compute-bound.
 GROUPS = {
     "26 of 1-16 to 16": ([(1, 2, 3, 4, 8, 9, 10, 11, 15, 16)[g % 10] for g in range(26)], 16),
     "26 of 4-64 to 64": ([4 + 60 * g // 25 for g in range(26)], 64),
@@ -52,7 +52,7 @@ def _cases(name: str, in_dims: list[int], out_dim: int) -> Iterator[Case]:
     ways = {
         "ours": Way(ours, [(x, weights) for x in inputs]),
         "torch": Way(recipe, [(x, *matrices) for x in inputs]),
-        # Every group as wide as the widest, which an embedding would have to fill with zeros; [F, B, out_dim].
+        # Pads every group with zeros to the widest; [F, B, out_dim].
         "bmm": Way(torch.bmm, [(padded, stacked)] * INPUTS),
     }
     size, products = 4 * (inputs[0].numel() + out.numel()), BATCH * sum(m.numel() for m in matrices)

@@ -27,7 +27,7 @@ def cases() -> Iterator[Case]:
         if fbgemm := fbgemm_ops():  # which takes and returns lengths
             of_lengths = [(offsets.diff(), ids, False, True, sizes, buckets) for ids, offsets in made]
             ways["fbgemm"] = Way(fbgemm.block_bucketize_sparse_features, of_lengths)
-        # Two numbers written for each id, and an offset for each bag of each bucket.
+        # Writes two integers per id, and an offset per bag and bucket.
         ways["copy"] = Way(lambda ids, offsets, _, n: (ids.clone(), ids.clone(), offsets.repeat(n)), given)
         size = 8 * (3 * made[0][0].numel() + (1 + buckets) * made[0][1].numel())
         yield op_case(f"jagged_bucketize {buckets} buckets, {length:g} ids a bag", ways, size)

@@ -11,7 +11,7 @@ from torch import Tensor
 import rec_kernels  # noqa: F401 -- registers the ops
 from bench.cases import INPUTS, Case, Way, op_case
 
-LENGTH, SESSION = 50, 9.4  # ids of a bag; samples that share one, as histories of Complete Journey's baskets do
+LENGTH, SESSION = 50, 9.4  # ids of a bag; samples per distinct bag, as for histories of Complete Journey's baskets
 
 
 def bags(batch: int, order: str, seed: int) -> Tensor:

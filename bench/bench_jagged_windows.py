@@ -13,7 +13,7 @@ from torch import Tensor
 from bench.cases import INPUTS, Case, Way, op_case, trained_case
 from bench.peers import fbgemm_ops
 
-USERS, SAMPLES, STEP, LONGEST = 100, 20, 3, 50  # windows of LONGEST values, each STEP further than the one before it
+USERS, SAMPLES, STEP, LONGEST = 100, 20, 3, 50  # windows of LONGEST values, each shifted by STEP from the previous one
 EACH = LONGEST + STEP * (SAMPLES - 1)  # values of a user
 
 ops = torch.ops.rec_kernels

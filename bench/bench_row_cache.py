@@ -25,7 +25,7 @@ WORKLOADS = [
     Workload("d128-hot", 8, 512, 400_000, 128, 20, hot=0.02),
 ]
 WARM_UP = 60  # steps
-FRESH = 240  # batches of "zipf" workloads, before the first of them is seen again
+FRESH = 240  # batches of "zipf" workloads before they repeat
 
 
 class Steps(Subject):

@@ -22,9 +22,9 @@ from bench.limits import limits
 from bench.shapes import Shape
 from bench.timing import Call, time_calls, turned
 
-#: Inputs that the calls take in turn.
+#: Inputs that the calls cycle through.
 INPUTS = 6
-#: Ours, of the same numbers in bfloat16.
+#: Ours, with the same values in bfloat16.
 HALF = "bfloat16"
 
 
@@ -167,7 +167,7 @@ def dense_cases(
         products: multiplications of a forward that no implementation can do without, and of a forward and a backward.
         tuned: torch's best, with a backward of its own, where there is one.
     """
-    # Another shape's graph must not be one of sizes that are not known.
+    # Reset, so that another shape is not compiled with dynamic sizes.
     torch._dynamo.reset()
     inputs = [tuple(t.requires_grad_() for t in make()) for _ in range(INPUTS)]
     halves = [tuple(t.detach().bfloat16().requires_grad_() for t in given) for given in inputs]
@@ -177,7 +177,7 @@ def dense_cases(
         ways["tuned"] = Way(tuned, inputs)
     with torch.no_grad():
         out = torch.empty_like(ours(*inputs[0]))
-    # Forward: inputs read, the result written. Backward: its gradient and the inputs read, theirs written.
+    # Forward: reads inputs, writes the result. Backward: reads its gradient and the inputs, writes theirs.
     given, written = 4 * sum(t.numel() for t in inputs[0]), 4 * out.numel()
 
     def move(trains: bool, i: int) -> None:

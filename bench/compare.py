@@ -20,7 +20,7 @@ from bench.figures import FiguresError, Group, is_other, load, passes, where
 CONFIDENCE = 0.95
 #: Settings that must agree for a comparison of commits.
 SAME = ("cpu", "threads", "torch", "fbgemm", "python", "cpu_isa", "rounds")
-#: Value of a setting in files from before it was kept.
+#: Value of a setting in older files, which do not record it.
 UNKNOWN = "not recorded"
 
 

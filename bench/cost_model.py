@@ -29,9 +29,9 @@ from bench.tuning.points import CALIBRATION, Point, points
 from bench.tuning.report import fitted_prices
 from bench.workloads import NAMED
 
-#: Direction of files of bench.run -> of those of bench.tuning.
+#: Direction in files of bench.run -> direction in files of bench.tuning.
 DIRECTIONS = {"forward": "forward", "train": "step"}
-#: A calibration: passes are begun for so many seconds; at most so many of them.
+#: A calibration: seconds during which passes are started, and the maximum number of passes.
 SECONDS, PASSES = 60.0, 5
 EFFORT = Effort(0.06, 2, PASSES)
 SHAPES: dict[str, Shape] = {shape.name: shape for shape in (*WORKLOADS, *NAMED.values())}
@@ -70,7 +70,7 @@ def of_run(document: dict) -> list[Sample]:
         if not features or features["row_bytes"] != model.FLOAT_BYTES * features["dim"]:
             continue
         direction = DIRECTIONS[features["direction"]]
-        if "tables" not in features:  # files from before it was kept
+        if "tables" not in features:  # older files do not record it
             features["tables"] = SHAPES[name].tables
         sizes = {field.name: features[field.name] for field in fields(Load) if field.name in features}
         found.append(Sample(name, name, direction, Load(**sizes), ours["ms"] * 1e6))

@@ -35,7 +35,7 @@ WAYS = ("without", "with")
 HISTORIES, BATCHES = (10, 50, 100, 200), (2048, 8192, 65536)
 FACTORS, EVEN_BATCHES = (1.0, 1.1, 1.2, 1.5, 2.0, 4.0), (2048, 8192)
 SESSION, EVEN_HISTORY, EVEN_ROWS = 9, 50, 100_000  # rows of a session, ids of a history, rows of a table
-INPUTS = 4  # batches that every way takes in turn
+INPUTS = 4  # batches that every way cycles through
 
 
 class Way:
@@ -69,7 +69,7 @@ class Way:
 
 def num_bytes(shared: rk.KeyedJaggedTensor | rk.InverseKeyedJaggedTensor) -> int:
     """Bytes of ids, offsets and inverse indices."""
-    # All that they are made of: a container is a tree of tensors.
+    # Sums over all tensors of the containers, which are pytrees.
     return sum(t.nbytes for t in tree_leaves(shared) if t is not None)
 
 

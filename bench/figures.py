@@ -15,17 +15,17 @@ from pathlib import Path
 
 from bench import ROOT
 
-#: Bare loops and copies that do the least that any implementation must.
+#: Bare loops and copies that do the minimum work of any implementation.
 LIMITS = ("limit", "bytes", "products", "copy", "read")
-#: Those of them that take as long as the bytes that they move: half as many, half as long.
+#: Those of them whose time is proportional to the bytes that they move.
 OF_BYTES = ("limit", "bytes", "copy", "read")
-#: The names of those whose code is not this repository's.
+#: Names of implementations whose code is not in this repository.
 OTHERS = frozenset(LIMITS) | {
     *("torch", "compiled", "tuned", "bmm", "indexing", "index_select", "torch, whole batch"),
     *("fbgemm", "fbgemm, huge pages", "fbgemm, whole batch"),
 }
 
-#: Program that writes a document, by a field that the document has.
+#: The program that writes a document, identified by a field of the document.
 WRITERS = {"results": "python -m bench.run", "points": "python -m bench.tuning"}
 
 Row = dict[str, object]

@@ -25,7 +25,7 @@ PART = re.compile(r"(<!-- generated: format quality -->\n).*?(<!-- end generated
 ROWS, COLUMNS = 20_000, 128
 BLOCKS = {f: 16 if f in ("mx9", "mx6", "mx4") else 32 for f in rk.ROW_FORMATS if f.startswith("mx")}
 RULES = ("floor", "rceil")
-#: The least signal-to-noise ratio, dB, that docs/numerics.md, "Promises of the formats", promises of finite blocks.
+#: The minimum signal-to-noise ratio, dB, that docs/numerics.md, "Promises of the formats", guarantees finite blocks.
 BOUNDS = {"mx9": (34.7, 34.67), "mx6": (16.7, 16.2), "mx4": (4.6, 3.89)}
 
 

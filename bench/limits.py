@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bench.shapes import Shape, Workload
 
-#: Columns of rows that the loops have been written for (bench/limit_rows.h).
+#: Row widths that the loops support (bench/limit_rows.h).
 DIMS = (16, 32, 64, 128, 256)
 SOURCES = ("gather_limit.cpp", "step_limit.cpp", "block_limit.cpp")
 

@@ -78,7 +78,7 @@ class TorchQuotientRemainder(TorchTables):
         return outputs
 
 
-#: The optimizers that FBGEMM's CPU kernels have, too, and the formats of rows that they train.
+#: The optimizers that FBGEMM's CPU kernels also have, and the row formats that they train.
 FBGEMM_OPTIMIZERS = {"rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD", "adagrad": "EXACT_ADAGRAD"}
 FBGEMM_FORMATS = ("fp32", "fp16")
 

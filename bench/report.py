@@ -134,7 +134,7 @@ def main() -> None:
         except FiguresError as error:
             if args.files:
                 sys.exit(str(error))
-            continue  # bench/results has files of other benchmarks, too
+            continue  # bench/results also has files of other benchmarks
         heading = f"## {Path(name).stem}\n\n{where(document)}"
         print(f"{heading}\n\n    {document['machine']['command']}\n\n{summary(document)}\n\n{table(document)}\n")
         if args.pictures:

@@ -18,7 +18,7 @@ import numpy as np
 
 #: Counts of the last classes, by their bounds.
 _LAST = (181.0, 362.0, 724.1, 1448.2, 2896.3, 5792.6, 11585.2, 23170.5, 46341.0)
-#: Times a batch names a row, on average over a class of rows -> the share of the batch's ids that these rows have.
+#: Mean occurrences per batch of a class of rows -> share of the batch's ids that refer to these rows.
 REUSE_2021 = dict(
     zip(
         (1.0, 2.0, 3.4, 6.2, 11.6, 22.4, 45.8, 90.5, *_LAST),
@@ -39,8 +39,8 @@ REUSE_2022 = dict(
         strict=True,
     )
 )
-#: Rows named more often than this are the same in every batch, the others are drawn anew. An assumption: the histograms
-#: are of single batches.
+#: Rows with more occurrences are the same in every batch; others are redrawn. This is an assumption, because the
+#: histograms describe single batches.
 STEADY_COUNT = 8
 
 

@@ -54,7 +54,7 @@ def train(name: str, has_model: bool, folder: Path, budget: int) -> dict:
     """Trains with one implementation: milliseconds, hit rate, memory, and file bytes per step."""
     torch.manual_seed(0)
     w = WORKLOAD
-    w.ids(0)  # makes what ids are drawn from
+    w.ids(0)  # precomputes the distribution of ids
     before = own_memory()
     tables = collection(name != "memory", folder, budget)
     sizes = (w.tables * w.dim, 1024, 512, 256, 1)

@@ -19,7 +19,7 @@ from bench.limits import limits
 from bench.script import machine, options_of, parser_of, positive
 from rec_kernels._library import host
 
-BLOCK, BLOCKS, HELD, LOADED = 4096, 144_000, 36_000, 900  # bytes; of the file, in memory at a time, of a load
+BLOCK, BLOCKS, HELD, LOADED = 4096, 144_000, 36_000, 900  # bytes: of the file, of the memory budget, of a load
 LOADS = 300  # that are timed
 
 
@@ -48,7 +48,7 @@ def measure(folder: Path, threads: int) -> dict[str, float]:
             before, began = file.stats(), time.process_time()
             file.load(blocks * BLOCK, BLOCK, write=True)
             ended, after = time.process_time(), file.stats()
-            if i < LOADS:  # until the memory is full of changed blocks, whose slots the log has
+            if i < LOADS:  # until memory is full of dirty blocks that have slots in the log
                 continue
             read, written = ((after[name] - before[name]) // BLOCK for name in ("bytes_read", "bytes_written"))
             places = [np.sort(rng.choice(BLOCKS, written, replace=False)), rng.choice(HELD, read, replace=False)]

@@ -29,7 +29,7 @@ from bench.shapes import BATCHES
 from bench.timing import take_turns
 from bench.workloads import NAMED
 
-#: Parts of a step in order, and the functions of our library that are theirs; the first that fits counts.
+#: Parts of a step in order, with patterns of our library's functions; the first match counts.
 PARTS = {
     "lookup": r"pool|look_up|lookup",
     "keys, sort, runs": r"[Ss]ort(?!ed)|entries|find_runs|read_bags|keys|radix",
@@ -45,7 +45,7 @@ def part_of(library: str, function: str) -> str:
     """Returns the part of a step to which a sample in a library's function belongs."""
     if library != LIBRARY:
         return OUTSIDE
-    own = re.sub(r"<.*|\(anonymous namespace\)", "", function)  # of what, not whose: template arguments say others
+    own = re.sub(r"<.*|\(anonymous namespace\)", "", function)  # the function, not its template arguments
     return next(part for part, names in PARTS.items() if re.search(names, own))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 # The first calls after the tables were built are slower: threads wake, memory settles, clocks rise.
 WARMUP_CALLS, WARMUP_SECONDS = 10, 0.3
-# Calls per turn: a median of fewer means nothing.
+# Calls per turn; the median of fewer is not meaningful.
 LEAST_CALLS = 3
 
 Call = Callable[[int], object]

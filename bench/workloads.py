@@ -18,10 +18,10 @@ from bench.shapes import Shape, Workload, places, zipf_ranks
 
 #: Tables of a whole number of cache lines in every row format follow one another without a gap.
 ROW_MULTIPLE = 64
-#: Exponent of skewed ids: a batch of criteo-kaggle then has about as many distinct ids as one of Criteo's rows.
+#: Exponent of skewed ids, chosen so that a batch of criteo-kaggle has about as many distinct ids as one of Criteo's.
 ZIPF = 1.05
 
-#: Criteo Kaggle, with no id left out (facebookresearch/dlrm).
+#: Criteo Kaggle with all ids (facebookresearch/dlrm).
 KAGGLE_ROWS = (
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
     *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
@@ -111,7 +111,7 @@ NAMED: dict[str, Shape] = {
         Reused("meta-2022", 8, 4096, 512_000, 64, 14, reuse=tuple(REUSE_2022.items())),
     )
 }
-#: The benchmarks that take them.
+#: The benchmarks that accept these workloads.
 OPS = ("embedding_bag", "embedding_bag_formats", "embedding_bag_optimizers")
 
 

@@ -13,9 +13,9 @@ import bench
 from bench.gpu import report
 from bench.gpu.context import BROKEN
 
-#: Seconds that a case may last, and what comes before the first one.
+#: Time limits in seconds, for one case and for the start-up before the first one.
 CASE_SECONDS = 90.0
-#: How the error of a case begins that has cost its process.
+#: Prefix of the error of a case that ended its process.
 LOST = "not measured: "
 
 
@@ -39,7 +39,7 @@ def measure_apart(measure: Callable[[argparse.Namespace], None], args: argparse.
             ended = _wait(process, args.output, case_seconds)
         finally:
             process.kill()
-            process.join(3)  # one that waits for a device cannot be killed
+            process.join(3)  # a process that waits for a device cannot be killed
         found = report.read(args.output)
         if running := found.pop("running", None):
             how = f"its process ended with status {process.exitcode}" if ended else f"it lasted {case_seconds:.0f} s"

@@ -13,7 +13,7 @@ import rec_kernels as rk
 from bench.shapes import BATCHES, Workload
 
 ADAGRAD, SGD, ADAM = "rowwise_adagrad", "sgd", "adam"
-#: Operations and the optimizers that each is timed with; the forward needs none and is timed beside the first.
+#: Operations timed with each optimizer; the forward needs no optimizer and is timed with the first.
 OPERATIONS = {ADAGRAD: ("forward", "backward", "step"), SGD: ("backward", "step")}
 
 
@@ -56,7 +56,7 @@ def shares(w: Workload, device: torch.device | str = "cpu") -> Tensor | None:
 
 
 ZIPF = 1.15
-#: The widest tables' share of the GPU's memory: torch's Adagrad keeps as much again in state, FBGEMM its own copy.
+#: The widest tables' share of GPU memory: torch's Adagrad has state of the same size, FBGEMM its own copy.
 SHARE_OF_MEMORY = 0.3
 # A prime above every table's size: rank * PLACE % E then visits every row once.
 PLACE = 2_654_435_761
@@ -81,8 +81,8 @@ def tables_that_fit(rows: int, dim: int, memory: int) -> int:
     return tables
 
 
-#: Lookups that are not pooled, 1.05 million ids of a power law, as dynamicemb's benchmark has them; and pooling with a
-#: factor for every id. bench/gpu/published.py has the figures.
+#: Unpooled lookups of 1.05 million power-law ids, as in dynamicemb's benchmark, and pooling with a factor for every
+#: id. bench/gpu/published.py has the published figures.
 PUBLISHED = [
     GpuWorkload(
         "unpooled-1m-d128",
@@ -128,7 +128,7 @@ SAMPLES = [(2**18, 128), (2**20, 16)]
 #: Sizes of the ops on jagged rows: features, samples, ids of a bag. Criteo's shape, and histories.
 BAGS = [(26, 8192, 1), (26, 8192, 20), (4, 8192, 200)]
 
-#: For a run of the harness itself on a CPU; its times mean nothing.
+#: For trial runs of the harness on a CPU, whose times are meaningless.
 TRIAL = [
     Workload("trial-uniform", 2, 3, 20, 16, 2),
     Workload("trial-zipf", 2, 2, 40, 32, 3, zipf=ZIPF),
@@ -205,7 +205,7 @@ def unique_rows(w: Workload, batches: list[Tensor]) -> float:
     return sum(counts) / len(counts)
 
 
-#: Bytes of state that an update reads, and writes, of a row of D columns.
+#: Bytes of optimizer state that an update reads, and writes, per row of D columns.
 STATE_BYTES = {SGD: lambda dim: 0, ADAGRAD: lambda dim: 4, ADAM: lambda dim: 8 * dim}
 
 

@@ -47,7 +47,7 @@ def check_forward(data: Tables, implementation: Implementation) -> None:
         magnitude = table[bags].abs().double()
         if each is not None:
             magnitude *= each[..., None]
-        # A product is rounded, too, where there are factors.
+        # With factors, each product is also rounded.
         assert_same_sum(mine, expected, magnitude.sum(1), terms=w.bag + (each is not None))
 
 
@@ -58,7 +58,7 @@ class _Touched(NamedTuple):
     row_of: Tensor  # [B * L], each id's place among them
     counts: Tensor  # [U]
     weights: Tensor  # [U, D]
-    state: Tensor | None  # [U] or [U, D]; of Adam None: its state is zero before
+    state: Tensor | None  # [U] or [U, D]; None for Adam, whose state is zero before
     factors: Tensor | None  # [B * L]
 
 
@@ -108,7 +108,7 @@ def _sum_gradients(before: _Touched, grad: Tensor) -> tuple[Tensor, Tensor]:
     size = g.clone()
     g.index_add_(0, before.row_of, terms)
     size.index_add_(0, before.row_of, terms.abs_())
-    return g, 2 * _rounding(before) * size  # with a factor of two to spare
+    return g, 2 * _rounding(before) * size  # with a safety factor of two
 
 
 def _check_adam(where: str, before: _Touched, rows: Tensor, moments: tuple[Tensor, Tensor], grad: Tensor) -> None:
@@ -119,7 +119,7 @@ def _check_adam(where: str, before: _Touched, rows: Tensor, moments: tuple[Tenso
         ("first moment", moments[0], (1 - BETAS[0]) * g, (1 - BETAS[0]) * error),
         ("second moment", moments[1], (1 - BETAS[1]) * g**2, (1 - BETAS[1]) * (2 * g.abs() + error) * error),
     ):
-        # 1 - beta is rounded, too: of 0.999, by 2^-25 of 2^-10.
+        # 1 - beta is also rounded: for 0.999, by 2^-25 of 2^-10.
         _within(f"{where}: {name}", found, expected, off + (inexact + 2.0**-14) * expected.abs())
     direction = g / (g.abs() + EPS)
     off = (2 * error / (g.abs() + EPS)).clamp_(max=2) + 2.0**-12
@@ -136,7 +136,7 @@ def _check_table(
         elementwise = before.state.dim() == 2
         mean = (lambda x: x) if elementwise else (lambda x: x.mean(1, keepdim=True))
         v = (before.state if elementwise else before.state[:, None]).double() + mean(g.square())
-        # sqrt(v) is the length of a vector that holds g: it is off by no more than the length of g's own error.
+        # sqrt(v) is the norm of a vector that contains g, so its error is at most the norm of g's error.
         off, inexact = mean(error.square()).sqrt(), rounding_bound(g.shape[1] + 8)
         found = after[1] if elementwise else after[1][:, None]
         allowed = 2 * v.sqrt() * off + off.square() + inexact * v
@@ -146,13 +146,13 @@ def _check_table(
     moved = factor * (g.abs() + error)
     allowed = factor * error + slack * moved + 4 * UNIT * (before.weights.double().abs() + moved)
     if adds_to_rows:
-        # The row is a term of the sum, too, which each addition may round: rows grow during a measurement.
+        # The row is also a term of the sum, and each addition may round it: rows grow during a measurement.
         allowed += _rounding(before) * before.weights.double().abs()
     _within(f"{where}: rows", after[0], before.weights.double() - factor * g, allowed)
 
 
 def _within(what: str, found: Tensor, expected: Tensor, allowed: Tensor) -> None:
     worst = ((found.double() - expected).abs() - allowed).max().item()
-    # NaN is not below anything either.
+    # written so that NaN fails, too
     if not worst <= 0:
         raise AssertionError(f"{what} differ by {worst:.3e} more than rounding explains")

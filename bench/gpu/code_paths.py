@@ -12,7 +12,7 @@ import rec_kernels as rk
 from bench.gpu import machine_code
 from bench.gpu.machine_code import Instruction
 
-#: The kernels that are read: those that read, sum or update rows.
+#: The analyzed kernels: those that read, sum or update rows.
 KERNELS = r"(pool\w*|finish|sum_chunks)_kernel<"
 
 
@@ -23,10 +23,10 @@ class Paths:
     registers: int
     blocks: int  # of 256 threads that a multiprocessor holds
     before: int  # instructions from the start, or from the end of a bag or run, to the loop: at the least
-    round: int  # instructions of a round, all paths of the aligned code together
-    rows: int  # that a round asks for
+    round: int  # instructions of a round, over all paths of the aligned code
+    rows: int  # loaded per round
     after: int  # instructions from the loop to the end, past a store: at the least
-    ahead: int = 0  # more of them on the way to the loop past what looks up several runs, for all of them
+    ahead: int = 0  # additional ones on the path to the loop that looks up several runs, for all of these
 
 
 def successors(code: Sequence[Instruction]) -> list[list[int]]:
@@ -35,7 +35,7 @@ def successors(code: Sequence[Instruction]) -> list[list[int]]:
     barriers: dict[str, int] = {}
     found = []
     for number, i in enumerate(code):
-        # BRA.DIV and BRA.CONV ask whether lanes are apart.
+        # BRA.DIV and BRA.CONV test whether lanes have diverged.
         always = not i.text.startswith("@") and re.search(r"\b!?U?P\d|\.(DIV|CONV)\b", i.text) is None
         behind = [number + 1] if number + 1 < len(code) else []
         target = place.get(i.target) if i.target is not None else None
@@ -116,7 +116,7 @@ def paths_of(name: str, registers: int, shared: int, code: Sequence[Instruction]
         after += [behind[number] + on[end] for end in ends if end in on]
     if several:
         after = [behind[end] for end in ends if end in behind]
-    # The place of a row is two registers, and a factor a third: of an update always, if there is one or not.
+    # A row's address takes two registers and a factor a third; updates always have the latter.
     passed = 2 if name.startswith("pool") and not name.endswith("true>") else 3
     shuffles = sum(i.opcode.startswith("SHFL") for i in body)
     blocks = machine_code.Kernel(name, registers, 0, 0, shared, len(code), None).blocks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-#: The exit status of a process whose CUDA context is broken.
+#: Exit status of a process with a broken CUDA context.
 BROKEN = 86
 
 

@@ -49,7 +49,7 @@ class DenseSide(GradientCase):
             read, out = batch * columns * (1 + vectors), batch * (columns + vectors * (vectors + 1) // 2)
         else:
             read, out = vectors * (batch * columns + FACTORS), batch * vectors * FACTORS
-        # Forward: arguments read, the result written. Backward: its gradient and the arguments read, theirs written.
+        # Forward: reads arguments, writes the result. Backward: reads its gradient and the arguments, writes theirs.
         return {"forward": self.dtype.itemsize * (read + out), "backward": self.dtype.itemsize * (2 * read + out)}
 
     def functions(self) -> dict[str, Callable[..., Tensor]]:
@@ -66,7 +66,7 @@ class DenseSide(GradientCase):
         batch, vectors, columns = self.sizes
         half = self.dtype == torch.bfloat16
         if name == "torch":
-            # The order of its sums is not known, and it rounds to bfloat16 several times.
+            # torch's order of summation is unspecified, and it rounds to bfloat16 several times.
             return [2.0**-6 if half else (sum(self.sizes) + 64 * columns + 16) * 2.0**-22] * 3
         # Bounds of docs/numerics.md.
         if self.op == "dot_interaction":

@@ -17,28 +17,28 @@ from bench.gpu.model import ROW_OVERHEAD, WARP, Gpu, Work
 from bench.gpu.subjects import Case, EmbeddingBag, GroupedProjection, ScaleRows
 from bench.shapes import Workload
 
-#: Factor by which a measurement may differ either way: for kernels whose machine code was read, and for all others.
+#: Factor of error in either direction: for kernels with analyzed machine code, and for all others.
 READ, UNREAD = 1.4, 2.0
 #: Bytes that the backward moves for an id besides rows and gradients, without its sort: 16 for the entry, 8 for the
 #: starts of runs, and 4 for the list of long ones (csrc/embedding_bag/cuda/sort.cu); with weights, 8 more.
 BOOKKEEPING = 28
-#: Bits that a pass of a sort takes.
+#: Bits per pass of a sort.
 SORT_BITS = 8
-#: Bytes that sum_rows moves for a number besides the gradient, and for a pass of its sort: keys and places of 4 bytes.
+#: Bytes that sum_rows moves per index besides the gradient, and per pass of its sort: keys and positions of 4 bytes.
 SUMMED, SUMMED_PASS = 64, 16
-#: Entries of one row that are summed at once: kChunk of csrc.
+#: Entries of one row per partial sum: kChunk of csrc.
 CHUNK = 64
-#: Bags that a group of lanes takes together where they are short: kShortBags of csrc.
+#: Short bags that a group of lanes pools together: kShortBags of csrc.
 SHORT_BAGS = 4
 #: Runs of one row that a group of lanes looks up together, of rows of up to 256 columns and of wider ones: kRunsAhead
 #: of csrc. It has several where there are more runs than lanes for them in the blocks that a GPU holds.
 RUNS_AHEAD = (4, 2)
 #: Occurrences of a row whose sums of chunks a group of lanes adds up: kMostOfGroup of csrc.
 MOST_OF_GROUP = CHUNK * CHUNK
-#: Share of the loop over gradients that is executed where rows are aligned.
+#: Share of the loop over gradients that is executed for aligned rows.
 ALIGNED = 0.4
-#: An update's time by its instructions, over that of the shortest way through them: for a row of 128 columns an H200
-#: took 558, where that way had 408, and began one in 72 % of the cycles.
+#: Ratio of an update's instruction time to that of its shortest path: for a row of 128 columns, an H200 executed 558
+#: instructions instead of 408, and issued one in 72 % of the cycles.
 TAKEN = 1.9
 #: Microseconds on an H200, on top of a launch: the kernel that checks the layout; a pass of the sort; the kernels that
 #: list entries and find runs, together.
@@ -81,7 +81,7 @@ def reuse_of(w: Workload) -> Reuse:
     if upper is None:
         return Reuse(-w.tables * w.rows * math.expm1(drawn * math.log1p(-1 / w.rows)), False)
     share = upper.diff(prepend=upper.new_zeros(1))
-    # No row is twice in a bag: none has more entries than there are bags.
+    # Bags have distinct rows, so no row has more entries than there are bags.
     entries = (drawn * share).clamp_(max=w.batch)
     unique = -(drawn * (-share).clamp_(min=-0.999).log1p()).expm1().sum().item()
     return Reuse(w.tables * unique, True, w.tables * (entries[entries > CHUNK] / CHUNK).sum().item(), entries[0].item())
@@ -162,7 +162,7 @@ def backward(w: Workload, optimizer: str, reuse: Reuse, kernels: Mapping[str, Pa
     bits = (w.tables * w.rows).bit_length()
     passes, key = -(-bits // SORT_BITS), 4 if bits <= 32 else 8
     entry = key + 4  # and its payload
-    kept = 2 * ids * entry < gpu.l2_bytes  # what one kernel leaves for the next is in the L2
+    kept = 2 * ids * entry < gpu.l2_bytes  # data passed between kernels stays in the L2
 
     def stream(name: str, size: float, kernels: int, fixed_us: float = 0.0) -> Work:
         return Work(name, memory=0.0 if kept else size, cached=size, kernels=kernels, fixed_us=fixed_us)
@@ -182,7 +182,7 @@ def backward(w: Workload, optimizer: str, reuse: Reuse, kernels: Mapping[str, Pa
         cached=ids * (row + ROW_OVERHEAD) + update,
         warps=reuse.unique * lanes / WARP,
         instructions=TAKEN * (short.before + short.ahead / together + rounds * ALIGNED * short.round + short.after),
-        # The ends and first entries of runs, of several together; then each one's rows of the gradient, and the row.
+        # Loads the ends and first entries of several runs together, then each run's gradient rows and the row itself.
         waits=(2 + is_weighted(w)) / together + 1 + rounds + 1,
         blocks=short.blocks,
     )

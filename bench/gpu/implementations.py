@@ -29,7 +29,7 @@ class Tables:
     def __init__(self, w: Workload, device: torch.device) -> None:
         self.workload, self.device = w, device
         self.batches = batches_of_ids(w, device)
-        #: Input of the implementations: [T * B * L], key-major. A graph replays over the same memory.
+        #: Input of the implementations: [T * B * L], key-major. CUDA graphs replay on the same memory.
         self.ids = self.batches[0].clone()
         self.offsets = torch.arange(0, len(self.ids) + 1, w.bag, device=device)
         self.grad = torch.randn(w.batch, w.tables * w.dim, device=device)
@@ -79,7 +79,7 @@ class Implementation(Protocol):
     tables: list[Tensor]
     #: T tensors of optimizer state, [E] or (element-wise) [E, D], of Adam T pairs; None without state.
     state: list | None
-    #: True if an update adds the gradient's terms to a row one by one: every addition rounds the row.
+    #: True if an update adds the gradient's terms to a row one by one, rounding the row each time.
     adds_to_rows: bool
 
     def forward(self) -> object:
@@ -157,7 +157,7 @@ class Triton(_Kernels):
     """Functions of rec_kernels.triton, called directly, without autograd."""
 
     def __init__(self, data: Tables, optimizer: str) -> None:
-        # Imported here: the compiled library may be in use instead, and importing Triton takes seconds.
+        # Imported lazily: importing Triton takes seconds, and the compiled library may be in use instead.
         from rec_kernels import triton
 
         super().__init__(data, optimizer, triton)
@@ -212,7 +212,7 @@ class Ours(_Autograd):
 class Torch(_Autograd):
     """torch.nn.functional.embedding_bag per table, sparse gradients, torch.optim.SGD or (element-wise) Adagrad."""
 
-    # Coalescing a sparse gradient waits for the GPU: a graph cannot hold the rest.
+    # Coalescing a sparse gradient synchronizes with the GPU, which graph capture does not allow.
     captures = frozenset({"forward"})
 
     def __init__(self, data: Tables, optimizer: str) -> None:
@@ -223,7 +223,7 @@ class Torch(_Autograd):
             self.state = [self.optimizer.state[p]["sum"] for p in self.parameters]
         else:
             self.optimizer = torch.optim.SGD(self.parameters, lr=LR)
-            # It adds a sparse gradient to the table without coalescing it before.
+            # torch's SGD adds a sparse gradient to the table without coalescing it.
             self.adds_to_rows = True
         w = data.workload
         self.starts = data.offsets[: w.batch].clone()
@@ -287,7 +287,7 @@ def _why_not_fbgemm(device: torch.device) -> str | None:
     if importlib.util.find_spec("fbgemm_gpu") is None:
         return "fbgemm_gpu is not installed"
     try:
-        # A CPU build is imported where there is a GPU, too; and a build for another torch fails in its own ways.
+        # A CPU build also imports on a machine with a GPU, and a build for another torch fails in various ways.
         probe = Fbgemm(Tables(Workload("probe", 1, 1, 4, 16, 1), device), ADAGRAD)
         probe.step()
         probe.forward()[0, 0].item()
@@ -298,10 +298,10 @@ def _why_not_fbgemm(device: torch.device) -> str | None:
 
 Make = Callable[[Tables, str], Implementation]
 
-#: Operations that an implementation is timed with, if not all. The forward and the step of "ops" are those of "ours",
-#: whose graphs hold them already.
+#: Timed operations of an implementation, if not all. The forward and the step of "ops" are already captured in the
+#: graphs of "ours".
 ONLY = {"ops": ("backward",)}
-#: Implementations that are timed with Adam. The others' Adam is another one: published figures stand beside ours.
+#: Implementations timed with Adam. The others define Adam differently, so ours is compared with published figures.
 WITH_ADAM = ("ours", "ops")
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import rec_kernels as rk
 from bench.gpu.subjects import Built, GradientCase, Subject
 
-#: Samples that look alike, on average; inputs that the calls take in turn; rows of a table; shards.
+#: Mean samples per distinct sample; inputs that calls cycle through; rows of a table; shards.
 SESSION, INPUTS, ROWS, BUCKETS = 8, 3, 1_000_000, 8
 
 ops = torch.ops.rec_kernels
@@ -35,7 +35,7 @@ class Expand(GradientCase):
 
     def moved(self) -> dict[str, dict[str, int]]:
         row, ids = 4 * self.columns, 8 * self.samples
-        # Either way a row of every sample and of every distinct one; reading the latter from memory each time is "all".
+        # Both directions move a row per sample and per distinct sample; "all" counts reading the latter every time.
         once = (self.samples + self.distinct) * row + ids
         return {
             "forward": {"all": 2 * self.samples * row + ids, "unique": once},
@@ -96,12 +96,12 @@ class Jagged:
         for _ in range(INPUTS):
             rows = torch.randint(ROWS, (F, distinct, L), device=device)
             self.inputs.append(rows[:, torch.randint(distinct, (B,), device=device)].contiguous())
-        #: [F, B, L]: what the implementations read. A graph replays over the same memory.
+        #: [F, B, L]: input of the implementations. CUDA graphs replay on the same memory.
         self.ids = self.inputs[0].clone()
         self.offsets = torch.arange(0, F * B * L + 1, L, device=device)
         self.lengths = torch.full((F * B,), L, device=device)
         self.index = torch.randint(F * B, (F * B // 2,), device=device)
-        #: Windows of all ids, wherever bags are.
+        #: Windows over all ids, regardless of bags.
         self.starts = torch.randint((F * B - 1) * L + 1, (F * B // 2,), device=device)
         self.window_lengths = torch.full_like(self.starts, L)
         self.order = list(range(F))[::-1]
@@ -171,6 +171,6 @@ class Jagged:
                 assert counts.item() == len(expected[0])
                 assert torch.equal(self.ids[:, rows[0][inverse[0]]], self.ids)
 
-        # FBGEMM's, and torch.unique, learn sizes from the GPU.
+        # FBGEMM's op and torch.unique read result sizes from the GPU.
         waits = name == "fbgemm" or (name, operation) == ("torch", "dedup")
         return Built(function, lambda turn: self.ids.copy_(self.inputs[turn % INPUTS]), check, not waits)

@@ -28,7 +28,7 @@ from bench.gpu.timing import CudaTimer
 from bench.shapes import Workload
 
 CALLS, UNTIMED = 8, 3
-#: A part of a kernel's name -> its name here.
+#: Part of a kernel's name -> its name in the report.
 KERNELS = {
     "start_kernel": "layout's check",
     "entries": "entries",

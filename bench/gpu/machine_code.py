@@ -3,7 +3,7 @@
 ``python -m bench.gpu.machine_code`` prints a row for every kernel of ``librec_kernels_cuda.so``; no GPU is needed, but
 cuobjdump and nvdisasm (of the CUDA toolkit or of the triton package) are. In Python::
 
-    kernels = machine_code.read()                          # every kernel of ours, or None: no library or no cuobjdump
+    kernels = machine_code.read()                          # all our kernels; None without the library or cuobjdump
     pool = machine_code.find(kernels, "pool_kernel<Affine<8>, 16, 2, false>")
     pool.registers, pool.blocks, pool.loop.instructions, pool.loop.first_wait_bytes
 
@@ -28,12 +28,12 @@ import bench
 import rec_kernels as rk
 
 ARCHITECTURE = "sm_90"
-THREADS = 256  # of a block: kThreads of csrc/core/cuda/group.cuh; updates, of smaller blocks, are counted so, too
+THREADS = 256  # per block: kThreads of csrc/core/cuda/group.cuh; also assumed for updates, which have smaller blocks
 
 # A multiprocessor of sm_90 (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"): registers
-# are given to a warp by 256, and warps to one of four partitions.
+# are allocated to warps in units of 256, and each warp belongs to one of four partitions.
 REGISTERS, REGISTER_UNIT, PARTITIONS, WARPS, BLOCKS = 65536, 256, 4, 64, 32
-SHARED, SHARED_OF_SYSTEM = 228 * 1024, 1024  # bytes; those that each block takes besides its own
+SHARED, SHARED_OF_SYSTEM = 228 * 1024, 1024  # bytes, and the bytes that each block needs in addition to its own
 WARP = 32
 
 
@@ -76,9 +76,9 @@ class Loop:
     """One iteration of an innermost loop, which has one set of rows in flight."""
 
     instructions: int  # of all paths through it
-    loads: int  # of global memory, on the path that asks for the most bytes
-    bytes: int  # of these loads, for a lane; bytes that all lanes share, as a row's scale, are counted for each
-    first_wait_bytes: int  # of them, what a lane has asked for before it waits for the first
+    loads: int  # of global memory, on the path that loads the most bytes
+    bytes: int  # of these loads, per lane; bytes shared by all lanes, such as a row's scale, count for each
+    first_wait_bytes: int  # of them, the bytes a lane has requested before it waits for the first
     first_wait_loads: int
 
 
@@ -90,9 +90,9 @@ class Kernel:
     registers: int  # a thread's
     stack: int  # bytes of a thread
     spills: int  # instructions on local memory: for spilled registers, and arrays that a variable indexes
-    shared: int  # static bytes of a block; what a launch adds is not known here
+    shared: int  # static bytes per block, without dynamic shared memory
     instructions: int
-    loop: Loop | None  # the one that asks for the most bytes at once; None: no loop loads anything
+    loop: Loop | None  # the one that requests the most bytes at once; None: no loop loads anything
 
     @property
     def blocks(self) -> int:
@@ -202,7 +202,7 @@ def most_asked(body: Sequence[Instruction], until_wait: bool) -> tuple[int, int]
             if until_wait and i.waits & coming:
                 continue
             if i.loaded:
-                asked, loads = asked + i.loaded, loads - 1  # of as many bytes in fewer loads, those
+                asked, loads = asked + i.loaded, loads - 1  # prefers fewer loads of equal bytes
                 coming |= 1 << i.sets if i.sets < 6 else 0
             best = max(best, (asked, loads))
             for following in (i.target, None if i.ends_here else body[min(number + 1, len(body) - 1)].address):

@@ -12,7 +12,7 @@ import torch
 from bench.gpu.subjects import Built, Case, Subject
 from bench.gpu.timing import Timer, median_ms
 
-#: Calls faster than this are also measured as replays of a CUDA graph, without what their launches cost.
+#: Calls faster than this are also measured as replays of a CUDA graph, without the cost of launches.
 GRAPH_BELOW_MS = 2.0
 
 
@@ -55,7 +55,7 @@ def measure_case(
         for subject in case.subjects(device):
             if subject.implementation != last:
                 last = subject.implementation
-                _release(device)  # what the one before has left
+                _release(device)  # memory of the previous one
             results.append(_measure(subject, timer, effort, copy_gb_per_s))
     except Exception as error:
         found["error"] = _say(error)
@@ -111,6 +111,6 @@ def _release(device: torch.device) -> None:
     """Frees unused memory, including that of reference cycles."""
     gc.collect()
     if device.type == "cuda":
-        # After an illegal access every call fails; each figure that is then missing says so itself.
+        # After an illegal access every call fails; each missing figure then records its own error.
         with contextlib.suppress(RuntimeError):
             torch.cuda.empty_cache()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WARP, THREADS = 32, 256
-#: Instructions that a multiprocessor starts in a cycle, one for each of its schedulers.
+#: Instructions that a multiprocessor issues per cycle, one per scheduler.
 SCHEDULERS = 4
 
 
@@ -31,13 +31,13 @@ GPUS = {
     )
 }
 
-#: Microseconds: a call or a replay between two events; a kernel behind another one in a graph.
+#: Overheads in microseconds: of a call or replay between two events, and of each further kernel in a graph.
 CALL_US, KERNEL_US = 4.0, 1.5
-#: Nanoseconds until a load of memory answers, while others load, too.
+#: Latency of a load under load, in nanoseconds.
 LATENCY_NS = 450.0
-#: Cycles from an instruction of a warp to its next one, where it waits for no memory.
+#: Cycles between a warp's consecutive instructions without memory stalls.
 CYCLES = 3.0
-#: A row somewhere in memory costs as much as one with so many bytes more in a copy: sectors filled in part, pages.
+#: Additional bytes that a randomly placed row costs compared with a copy: partially used sectors, pages.
 ROW_OVERHEAD = 48
 #: Exponent by which bounds add up: the longest alone if it is much longer; three equal ones take 1.44 of one.
 POWER = 3.0

@@ -20,8 +20,8 @@ DYNAMICEMB = (
     "github.com/jiashuy/recsys-examples, commit 165ffa5, corelib/dynamicemb/benchmark/benchmark_results.json: "
     "NVIDIA H100 80GB HBM3, 10 tables, cap=1M, pooling none, power law 1.05"
 )
-#: Its tables' sizes are not public: ours is another weighted shape. The percentages are of 3.90 TB/s, by the thread's
-#: own numbers (2.525 TB/s are 64.7 %), whatever GPU that is.
+#: Its table sizes are not public, so ours is another weighted shape. The percentages refer to 3.90 TB/s, which follows
+#: from the thread's own figures (2.525 TB/s are 64.7 %) for an unnamed GPU.
 TORCHREC = (
     "github.com/meta-pytorch/torchrec, pull request 4757: a weighted production workload, its original runner's means"
 )

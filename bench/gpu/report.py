@@ -24,9 +24,9 @@ from bench.gpu.model import GPUS
 from bench.peers import fbgemm_version
 
 OURS = "ours"
-#: Our ops without autograd: the backward's time as a replay of a graph.
+#: Our ops without autograd, for the backward's time as a graph replay.
 OPS = "ops"
-#: Read by cuBLAS when it starts: without it, torch's products may give other bits in every run.
+#: cuBLAS reads this when it starts; without it, torch's products may differ between runs.
 CUBLAS, CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
@@ -141,7 +141,7 @@ def _peer_cell(row: dict | None, ours: dict | None) -> str:
         return "failed"
     if ours is None or "error" in ours:
         return _ms(row["ms"])
-    # Replays with replays, calls with calls.
+    # Compares replays with replays, and calls with calls.
     which = "graph_ms" if "graph_ms" in row and "graph_ms" in ours else "ms"
     return f"{_ms(row[which])}{' graph' if which == 'graph_ms' else ''} ({row[which] / ours[which]:.2f}x)"
 
@@ -182,7 +182,7 @@ def _published_cell(case: dict, operation: str) -> str:
     return published.said(found) if found else ""
 
 
-#: Predictions for an operation, by the column's name; columns with nothing in them are left out.
+#: Predictions for an operation by column name; empty columns are omitted.
 _SAID = {"predicted, ms": _predicted_cell, "published": _published_cell}
 
 
@@ -253,7 +253,7 @@ def _draw_said(axes, found: dict, operation: str, names: list[str]) -> None:
         if figure.ms is not None:
             axes.plot([place], [percent * ours.get("graph_ms", ours["ms"]) / figure.ms], "kD", markersize=4)
         elif gpu is not None:
-            # Theirs counts every row, and is of the peak: as far above or below ours as by its own count.
+            # The published share counts every row and refers to the peak, so it is scaled to ours by the same ratio.
             of_peak = ours["gb_per_s"]["all"] / gpu.peak * 100
             axes.plot([place], [percent * figure.percent_of_peak / of_peak], "kD", markersize=4)
 

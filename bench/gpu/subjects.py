@@ -33,8 +33,8 @@ class Built(NamedTuple):
 
     call: Callable[[], object]
     prepare: Callable[[int], None]  # before call number i, not timed
-    check: Callable[[], None]  # raises where the results are wrong
-    captures: bool  # a CUDA graph can hold the call
+    check: Callable[[], None]  # raises if results are wrong
+    captures: bool  # a CUDA graph can capture the call
 
 
 class Differentiable:
@@ -64,7 +64,7 @@ class Differentiable:
 
     def built(self, operation: str, check: Callable[[], None]) -> Built:
         """Builds the call "forward" or "backward"."""
-        # Autograd would need its forward within the graph.
+        # With autograd, the graph would need to contain the forward.
         return Built(getattr(self, operation), lambda turn: None, check, operation == "forward")
 
 
@@ -100,7 +100,7 @@ class EmbeddingBag:
             for optimizer, timed in operations(self.workload).items():
                 if optimizer == ADAM and name not in WITH_ADAM:
                     continue
-                # Built once for all its operations, and gone before the next is built.
+                # Built once for all its operations, and freed before the next one is built.
                 built = functools.lru_cache(maxsize=1)(functools.partial(make, data, optimizer))
                 for operation in (o for o in timed if o in ONLY.get(name, timed)):
                     moved = bytes_moved(self.workload, operation, optimizer, unique)
@@ -136,7 +136,7 @@ class GradientCase:
     """
 
     name: str
-    #: Share of a result by which it is rounded, once, to its dtype.
+    #: Relative error of rounding a result once to its dtype.
     unit = 0.0
 
     def functions(self) -> dict[str, Callable[..., Tensor]]:
@@ -222,8 +222,8 @@ class GroupedProjection(GradientCase):
         return {"name": self.name, "op": "grouped_projection"} | sizes
 
     def moved(self) -> dict[str, int]:
-        # Forward: x and weights read, the result written. Backward: the gradient and what it is of read, once for each
-        # of the two that are written.
+        # Forward: reads x and weights, writes the result. Backward: reads the gradient and the other argument for each
+        # of the two gradients, and writes them.
         columns = sum(self.in_dims) + len(self.in_dims) * self.out_dim
         forward = 4 * (self.batch * columns + sum(self.sizes))
         return {"forward": forward, "backward": 2 * forward}

@@ -10,9 +10,9 @@ from typing import Protocol
 
 import torch
 
-#: Calls before the first that counts: Triton compiles, allocators settle, clocks rise.
+#: Untimed calls at the start: Triton compiles, allocators settle, clocks rise.
 WARMUP_CALLS = 3
-#: Time beside each call, in milliseconds: the flush, written and read, and the copy of the ids.
+#: Untimed milliseconds per call: flushing (a write and a read) and copying the ids.
 BESIDE_MS = 0.2
 
 
@@ -57,7 +57,7 @@ class CudaTimer:
 
     def flush(self) -> None:
         """Evicts data of earlier calls from the L2, and leaves no dirty lines."""
-        # The host runs ahead meanwhile: a call's first launch then waits for the GPU, not the GPU for it.
+        # Meanwhile the host runs ahead, so that a call's first launch waits for the GPU instead of the reverse.
         self._written.zero_()
         torch.sum(self._clean, dim=0, out=self._sum)
 

@@ -31,7 +31,7 @@ import rec_kernels as rk
 
 STEPS, ROUNDS, BATCH, DIM = 20, 30, 2048, 64
 ROWS = (200_000, 200_000, 50_000, 50_000, 1000, 1000, 100, 100)  # of the tables of step and memory
-IDS = 8  # of a bag, in the mean
+IDS = 8  # ids of a bag, on average
 
 
 class CollectiveCounter:
@@ -40,7 +40,7 @@ class CollectiveCounter:
     def __init__(self) -> None:
         self.bytes: dict[str, int] = defaultdict(int)
         self.seconds = 0.0
-        self._is_inside = False  # a collective, whose own wait is not timed twice
+        self._is_inside = False  # nested collectives are timed once
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:

@@ -13,9 +13,9 @@ from bench.studies.compare import Comparison, plan
 from rec_kernels.dlrm.config import TrainConfig
 
 QUICK_WEEKS, QUICK_SEEDS = 8, 4  # of `--quick`: fewer rows and pairs, all of the configurations
-LOSS = 0.0015  # of AUC: what "no worse" allows, below which 32 seeds do not tell it from none
+LOSS = 0.0015  # difference of AUC that "no worse" allows; 32 seeds cannot resolve a smaller one
 NO_WORSE = -LOSS
-A_TENTH, A_FIFTH = 0.9, 0.8  # of a size that a claim speaks of: what "16 times", and "about the same", allow
+A_TENTH, A_FIFTH = 0.9, 0.8  # tolerances of size ratios: of "16 times", and of "about the same"
 
 QUOTIENTS = "arXiv:1909.02107"
 MIXED = "arXiv:1909.11810"

@@ -34,7 +34,7 @@ GENRES = (
     *("unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama"),
     *("Fantasy", "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western"),
 )
-# Names here of columns in files with a header; RecBole's are followed by ":type".
+# Our names for the columns of files with a header; RecBole appends ":type" to its names.
 NAMES = {
     "userId": "user",
     "movieId": "movie",

@@ -173,7 +173,7 @@ class ConvertingReader:
         return map(self.change, self.data.batches(split, batch_size))
 
 
-#: Histories once in every batch for ours and torch; ours has all features in one, as the trainer's reader joins them.
+#: Histories are stored once per batch for both; ours has all features in one container, like the trainer's reader.
 CHANGES: dict[str, Callable[[Batch], Batch]] = {
     "ours": lambda batch: dedup_batch(batch).joined(),
     "torch": dedup_batch,
@@ -241,7 +241,7 @@ def main() -> None:
     data = load_completejourney(options.weeks, options.data_dir, progress=True)
     base = TrainConfig(weeks=options.weeks)
     settings = {key: getattr(base, key) for key in ("epochs", "batch_size", "embedding_dim", "lr", "dense_lr", "weeks")}
-    settings["threads"] = torch.get_num_threads()  # speeds of other numbers are not comparable
+    settings["threads"] = torch.get_num_threads()  # speeds with other numbers of threads are not comparable
     runs = read_finished(options.output, settings)
     for seed in range(options.seeds):
         turn = seed % len(IMPLEMENTATIONS)  # the first one warms up the machine

@@ -17,7 +17,7 @@ from bench.tuning.measure import FULL, QUICK
 from bench.tuning.passes import Run, measured
 from bench.tuning.points import points
 
-#: No pass is begun that would end later: seconds.
+#: Seconds; no pass starts that would end later.
 LIMIT = 700
 
 

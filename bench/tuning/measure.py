@@ -20,12 +20,12 @@ from bench.tuning.points import Point
 DIRECTIONS = ("forward", "step")
 #: Rows that the cached rates are measured with: 1 MB of them stay in a core's second-level cache.
 CACHED_BYTES = 2**20
-#: Batches of a point, together, read so many bytes of rows before a batch comes again: several times a usual
-#: third-level cache. Few rows are hot everywhere, and so their number is bounded, too.
+#: The batches of a point read this many bytes of rows before a batch repeats: several times a usual L3 cache. Their
+#: number is also bounded, because few rows are hot everywhere.
 CYCLE_BYTES, MOST_BATCHES = 160e6, 60
-#: Columns of the rows of the bare loops: so many bytes in flight that the machine's best rate shows.
+#: Columns of the bare loops' rows: enough bytes in flight to reach the machine's best rate.
 WIDE = 128
-#: Rows in the cache that are decoded, in so many bags of so many ids, and encoded.
+#: Cached rows to decode, in this many bags of this many ids, and to encode.
 CODED_ROWS, CODED_BAGS, CODED_BAG = 4096, 2048, 20
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from bench.tuning.points import CALIBRATION, ID_BYTES, LINE_BYTES, OFFSET_BYTES, Point, line_bytes
 
 FLOAT_BYTES = 4
-#: Memory is mapped in pages of so many bytes: a gradient is no table, for which huge pages are asked.
+#: Page size in bytes of gradients, for which, unlike tables, no huge pages are requested.
 PAGE_BYTES = 4096
 #: Prices of a lookup, and of the backward that makes it a step, nanoseconds.
 LOOKUP, BACKWARD = ("call", "id", "byte of output"), ("call", "id or row", "byte of gradient")
@@ -169,9 +169,9 @@ def fit(costs: Sequence[Cost], measured: Sequence[float]) -> dict[str, float]:
     weight = 1 / np.asarray(measured)
     target = 1 - weight * np.array([sum(cost.known.values()) for cost in costs])
     columns = {name: weight * np.array([cost.counts[name] for cost in costs]) for name in names}
-    kept = [name for name in names if columns[name].any()]  # a count of zero in all points has no price
+    kept = [name for name in names if columns[name].any()]  # a count that is zero in all points has no price
     while kept:
-        # Columns differ by powers of ten: scaled, so that none is lost.
+        # Scales columns, which differ by powers of ten, for numerical stability.
         size = np.array([np.linalg.norm(columns[name]) for name in kept])
         matrix = np.stack([columns[name] for name in kept], axis=1) / size
         found = np.linalg.lstsq(matrix, target, rcond=None)[0] / size

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import rec_kernels as rk
 from bench.shapes import Workload
 
-#: Tables of 256 MB each, so that rows come from memory; rows of a width that the bare loops know (bench/limits.py).
+#: Tables of 256 MB each, so that rows come from memory, with a row width that the bare loops support (bench/limits.py).
 BASE = Workload("base", tables=4, batch=2048, rows=1_000_000, dim=64, bag=20)
-#: Small sizes for tests of the program. Its figures mean nothing.
+#: Small sizes for tests of the program, whose figures are meaningless.
 QUICK_BASE = Workload("base", tables=2, batch=64, rows=2000, dim=16, bag=4)
 
 Value = int | float | str | None
@@ -30,7 +30,7 @@ QUICK_SWEEPS: dict[str, tuple[Value, ...]] = {
     "zipf": (0.8, 1.2),
     "format": ("bf16", "int8", "mx9"),
 }
-#: Sweep and value of the points that the cost model is fitted to: far apart, and in at most 2 GB of tables.
+#: Sweep and value of the points to which the cost model is fitted: far apart, with at most 2 GB of tables.
 CALIBRATION: tuple[tuple[str, Value], ...] = (
     ("base", "base"),
     ("batch", 128),

@@ -9,7 +9,7 @@ from pathlib import Path
 import bench
 from bench.tuning.points import Point
 
-#: A part of the page that is made from a run's file.
+#: A generated part of the page.
 PART = re.compile(r"(<!-- generated: tuning (\w+) -->\n).*?(<!-- end generated -->)", re.DOTALL)
 NAMES = {
     "base": "base",

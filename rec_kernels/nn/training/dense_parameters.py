@@ -103,8 +103,8 @@ def _warn_of_untrained(formats: dict[str, str]) -> None:
     """Emits the UserWarning that nothing trains the collection's tables."""
     warnings.warn(
         "a training lookup by a collection whose tables nothing trains: torch has no gradients of rows in "
-        f"formats other than fp32, fp16 and bf16 ({formats} here), nor of tables beside them. Build the collection with "
-        "a fused optimizer, such as rk.RowwiseAdagrad(lr=0.05). To leave the tables unchanged, call its "
+        f"formats other than fp32, fp16 and bf16 ({formats} here), nor of tables beside them. Build the collection "
+        "with a fused optimizer, such as rk.RowwiseAdagrad(lr=0.05). To leave the tables unchanged, call its "
         "requires_grad_(False), or look up in eval() mode or under torch.no_grad()",
         stacklevel=2,
     )
