@@ -259,3 +259,14 @@ def test_tables_of_the_op_have_any_of_the_dtypes(sparse: bool) -> None:
         lookup(flat, [tables[2], *tables[1:]], *bags, **layout)
     with pytest.raises(ValueError, match=r"weights must have 256 elements, .* at multiples of 64, got 192"):
         lookup(flat, [*tables, tables[0]], *bags, **layout)
+
+
+def test_batch_sizes_of_features() -> None:
+    """Each bag has a row of output of its own."""
+    found, floats = twins(MIXTURES[0])
+    lengths = torch.tensor([2, 0, 3, 1, 70, 1, 2, 0, 1, 5])
+    values = torch.arange(int(lengths.sum())) % ROWS
+    given = rk.KeyedJaggedTensor(found.feature_names, values, lengths=lengths, stride_per_key=[3, 2, 4, 1])
+    for module in (found, floats):
+        sum(output.square().sum() for output in module.by_feature(given).values()).backward()
+    check_rounded(found, floats)
