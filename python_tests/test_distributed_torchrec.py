@@ -149,6 +149,7 @@ def test_unlike_ranks(what: str, text: str) -> None:
     errors = pool(2).run(HERE, "different_ranks", Case(optimizer="sgd"), what)
     assert errors[0] == errors[1]
     assert errors[0].startswith(f"{text} must be the same on all ranks: rank 0 has")
+    assert errors[0].endswith("a planner's collective_plan() gives all ranks the same plan") == (what == "plan")
 
 
 def test_shards_of_one_rank_fail() -> None:

@@ -39,9 +39,10 @@ def check_same_on_all_ranks(texts: Mapping[str, str], group: dist.ProcessGroup) 
     for rank, theirs in enumerate(found):
         for name in texts:
             if theirs[name] != found[0][name]:
+                advice = "; a planner's collective_plan() gives all ranks the same plan" if name == "the plan" else ""
                 raise ValueError(
                     f"{name} must be the same on all ranks: rank 0 has {found[0][name]}, but rank {rank} has "
-                    f"{theirs[name]}; a planner's collective_plan() gives all ranks the same plan"
+                    f"{theirs[name]}{advice}"
                 )
 
 
