@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental import _config
 
 import rec_kernels as rk
 
@@ -268,6 +269,28 @@ def test_pieces(weights: bool) -> None:
         "c": [14, 15, 16],
     }
     assert KJT.empty(is_weighted=True).weights().shape == (0,)
+
+
+class Turned(torch.nn.Module):
+    """A module that moves and permutes a batch."""
+
+    def forward(self, batch: rk.KeyedJaggedTensor) -> tuple[Tensor, ...]:
+        """The ids, offsets and weights of two features and one of them again."""
+        turned = batch.to("cpu").permute([2, 0, 2])
+        return turned.values(), turned.offsets(), turned.weights()
+
+
+def test_pieces_in_compiled_and_exported_code() -> None:
+    """Batches of several sizes: numbers of ids are unknown while torch traces."""
+    dynamic = [[{0: torch.export.Dim.DYNAMIC}] * 3 + [None]]
+    with _config.patch(backed_size_oblivious=True):
+        exported = torch.export.export(Turned(), (batch(weights=True),), dynamic_shapes=dynamic).module()
+    compiled = torch.compile(Turned(), fullgraph=True, backend="aot_eager")
+    other = KJT(["a", "b", "c"], torch.arange(4), torch.rand(4), lengths=torch.tensor([0, 0, 3, 1, 0, 0, 0, 0, 0]))
+    for each in (batch(weights=True), other):
+        expected = Turned()(each)
+        for traced in (compiled, exported):
+            assert all(map(torch.equal, traced(each), expected))
 
 
 def test_arguments_by_place() -> None:

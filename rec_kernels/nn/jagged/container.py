@@ -61,12 +61,15 @@ class JaggedContainer:
 
     def size_in_bytes(self) -> int:
         """Total bytes of its tensors. As in TorchRec, which counts lengths in addition to offsets."""
-        parts = [part for name in self._tensors if (part := getattr(self, name)) is not None]
+        parts = [part for part in self._parts() if part is not None]
         return sum(p.size_in_bytes() if isinstance(p, JaggedContainer) else p.nbytes for p in parts)
+
+    def _parts(self) -> list[Any]:
+        return [getattr(self, name) for name in self._tensors]
 
     def _map_tensors(self: _Container, fn: Callable[[Any], Any]) -> _Container:
         """Applies ``fn`` to every tensor and returns the new container."""
-        parts = [None if (part := getattr(self, name)) is None else fn(part) for name in self._tensors]
+        parts = [None if part is None else fn(part) for part in self._parts()]
         return self._from_attributes(parts, self._plain_values())
 
     def _plain_values(self) -> list[Any]:

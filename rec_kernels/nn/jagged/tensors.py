@@ -307,14 +307,31 @@ class KeyedJaggedTensor(BagContainer, OffsetsContainer):
                 raise IndexError(f"indices must be feature numbers in [0, {len(self._keys)}), got {i}")
         if not indices:
             return self._features(0, 0)
-        permuted = _concat([self._features(i, i + 1) for i in indices])
+        self._refuse_inverse()
+        strides, starts = self.stride_per_key(), self.offset_per_key()
+        bags, lengths = list(itertools.accumulate(strides, initial=0)), self.lengths()
+        spans = [slice(starts[i], starts[i + 1]) for i in indices]
+        new_starts = list(itertools.accumulate((span.stop - span.start for span in spans), initial=0))
+        if not torch.compiler.is_compiling() and new_starts[-1] >= 2**31:  # compiled code may not know the number
+            lengths = lengths.long()
+        permuted = self._from_parts(
+            [self._keys[i] for i in indices],
+            torch.cat([self._values[span] for span in spans]),
+            bounds.to_offsets(torch.cat([lengths[bags[i] : bags[i + 1]] for i in indices])),
+            None if self._weights is None else torch.cat([self._weights[span] for span in spans]),
+            None if self._strides is None else [strides[i] for i in indices],
+        )
         permuted._stride = self.stride()
+        permuted.keep_offset_per_key(new_starts)
         return permuted
+
+    def _refuse_inverse(self) -> None:
+        if self._inverse is not None:
+            raise ValueError("the batch must not have inverse_indices, which describe all of its features")
 
     def _features(self, first: int, last: int) -> KeyedJaggedTensor:
         """Consecutive features as views of this batch."""
-        if self._inverse is not None:
-            raise ValueError("the batch must not have inverse_indices, which describe all of its features")
+        self._refuse_inverse()
         strides, starts = self.stride_per_key(), self.offset_per_key()
         bags, (start, stop) = sum(strides[:first]), (starts[first], starts[last])
         offsets = self._offsets[bags : bags + sum(strides[first:last]) + 1]
