@@ -42,7 +42,7 @@ __device__ float accesses_of_others(int bug, float* shared, int* counts, const i
   return shared[t ^ 1];
 }
 
-// x [n] -> out [64]: each thread's own element of x, after a shuffle and passing through shared memory.
+// x [n] -> out [64]: each thread's own element of x, passed through a shuffle and shared memory.
 __global__ void planted_kernel(int bug, const float* x, int64_t n, float* out, int* counts, const int64_t* status) {
   float* shared = shared_memory<float>();
   const int t = threadIdx.x, lane = t % 32;
