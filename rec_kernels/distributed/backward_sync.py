@@ -93,9 +93,7 @@ class BackwardSync:
         wire: formats of lookups and gradients. replicas: names of the shards that every rank has.
     """
 
-    def __init__(
-        self, shards: TableCollection, wire: Wire, *, trained_by_torch: bool, replicas: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, shards: TableCollection, wire: Wire, *, trained_by_torch: bool, replicas: Sequence[str]) -> None:
         self._shards, self._trained_by_torch, self._num_lookups = shards, trained_by_torch, 0
         self._replicas, self._unsharded_weights = replicas, list[weakref.ref[Tensor]]()
         self._lookup_nodes = LookupNodes()

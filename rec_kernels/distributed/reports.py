@@ -1,4 +1,4 @@
-"""Reports of a sharded collection: sums over all ranks' shards, by table of the whole collection."""
+"""The memory report of a sharded collection: sums over all ranks' shards, by table of the whole collection."""
 
 from __future__ import annotations
 
@@ -44,9 +44,3 @@ def memory_report(
             whole["hit_rate"] = sums["hits"] / sums["lookups"] if sums["lookups"] else None
         tables.append(whole)
     return tables
-
-
-def tier_report(report: Mapping[str, int], group: dist.ProcessGroup) -> dict[str, int]:
-    """Sums ``tier_report()`` over ranks; a collective. ``report``: of this rank's own collection."""
-    ranks = gather_objects(dict(report), group)
-    return {key: sum(found[key] for found in ranks) for key in report}

@@ -19,6 +19,7 @@ from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 from rec_kernels.distributed import agreement, reports, shard_files
 from rec_kernels.distributed.backward_sync import BackwardSync
 from rec_kernels.distributed.batch_checks import CheckedBatch, checked_batch
+from rec_kernels.distributed.collectives import gather_objects
 from rec_kernels.distributed.compositions import Composition
 from rec_kernels.distributed.input_dist import BucketizedBatch, GlobalBatchInfo, SplitsAwaitable
 from rec_kernels.distributed.local_shards import (
@@ -180,11 +181,9 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
 
         A collective if tables are in files.
         """
-        return (
-            agreement.run_on_all_ranks(call, self.group, "could not use its file of tables")
-            if self._on_disk
-            else call()
-        )
+        if not self._on_disk:
+            return call()
+        return agreement.run_on_all_ranks(call, self.group, "could not use its file of tables")
 
     def _table_modules(self, blocks: list[StoredBlock]) -> dict[str, nn.Module]:
         """This rank's blocks by table name; further blocks of a table by their own names."""
@@ -464,7 +463,8 @@ class ShardedCollection(ShardedModule, FusedOptimizerModule):
 
     def tier_report(self) -> dict[str, int]:
         """Sums ``tier_report()`` over the shards of all ranks; a collective."""
-        return reports.tier_report(self.shards.tier_report(), self.group)
+        ranks = gather_objects(own := self.shards.tier_report(), self.group)
+        return {key: sum(found[key] for found in ranks) for key in own}
 
     # State.
 
