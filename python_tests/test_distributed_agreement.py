@@ -130,7 +130,7 @@ def test_settings_of_sharded_collections() -> None:
         HERE, "settings", Case(optimizer="sgd")
     ):
         assert bounds == "ValueError: bounds_check must be 'error', 'ignore' or 'none', got 'warn'"
-        assert decay.startswith("ValueError: weight_decay = 0.5 must be 0.0")
+        assert decay.startswith("ValueError: weight_decay = 0.5 must remain 0.0")
         assert frozen.startswith("RuntimeError: on rank 0, requires_grad of tables was changed inside accumulate()")
         assert all(error.startswith(begin) for error, begin in zip(others, begins, strict=True)), others
         assert different.startswith(
@@ -188,7 +188,7 @@ def test_messages_of_other_collectives() -> None:
     """A lookup's header in a backward's collective raises."""
     from rec_kernels.distributed.backward_sync import HEADER_SIZE, BackwardSync
 
-    with pytest.raises(RuntimeError, match="rank 0 is in another collective, as a lookup, while this rank runs"):
+    with pytest.raises(RuntimeError, match="rank 0 is in another collective, such as a lookup, while this rank runs"):
         BackwardSync.check(torch.zeros(2, HEADER_SIZE))
 
 
@@ -200,7 +200,10 @@ def test_refusals_of_all_ranks() -> None:
     assert no_plan.startswith("PlannerError")
     assert other_error.startswith(f"OtherRankError: another rank has found no plan: rank 0: {no_plan[:40]}")
     for error in (loaded, others):
-        assert "embedding_bags.t0.weight has rows of format fp32, the collection's are int8, and ranks conv" in error
+        assert (
+            "embedding_bags.t0.weight has rows of format fp32, the collection's are int8, and ranks do not conv"
+            in error
+        )
 
 
 def test_one_checkpoint_of_model_and_optimizers(tmp_path: Path) -> None:

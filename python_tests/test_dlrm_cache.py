@@ -189,7 +189,7 @@ def test_other_backings(of: str, backing: str, message: str, config, whole, tmp_
 @pytest.mark.usefixtures("no_pictures")
 def test_budgets_that_are_too_small(config, tmp_path, capsys) -> None:
     """The error has the bytes that slots need; a batch that needs more fails at its step."""
-    with pytest.raises(DataError, match=r"memory_budget = \d+ must be \d+ or more: slots .*memory_budget is '90kB'"):
+    with pytest.raises(DataError, match=r"memory_budget = \d+ must be at least \d+: the .*memory_budget is '90kB'"):
         train(config(tmp_path, **DISK | {"memory_budget": "90kB"}), progress=False)
     more = DISK | {"memory_budget": "1200kB", "run": "large", "batch_size": 250}
     with pytest.raises(
