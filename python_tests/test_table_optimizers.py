@@ -379,9 +379,7 @@ def test_groups() -> None:
         only.param_groups[0]["weight_decay"] = 0.5
     only.load_state_dict({"state": {}, "param_groups": [{**only.state_dict()["param_groups"][0], "weight_decay": 0.5}]})
     assert "weight_decay" not in only.param_groups[0]
-    with pytest.raises(
-        ValueError, match=r"the state is of optimizer Adam for tables .*, which have SGD in this collection; nothing"
-    ):
+    with pytest.raises(ValueError, match=r"the state is of optimizer Adam for tables .*, which have SGD in this"):
         uniform(rk.SGD(lr=0.3)).fused_optimizer.load_state_dict(uniform(rk.Adam(lr=0.1)).fused_optimizer.state_dict())
     assert "b: 12 x 4 sum optimizer=Adam(lr=0.1)" in repr(collection)
 
