@@ -290,7 +290,7 @@ def test_the_time_limit() -> None:
     """No case starts after the limit, and every case left out reports it."""
     found = measured(imp.Ours, limit_s=0)
     assert found["results"] == []
-    assert found["error"] == "TimeoutError: not run: the limit of 0 s was reached (--limit)"
+    assert found["error"] == "TimeoutError: not run: the time limit of 0 s was reached (--limit)"
 
 
 def test_one_implementation_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

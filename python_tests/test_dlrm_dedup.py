@@ -262,7 +262,7 @@ def test_bags_that_are_not_one_for_every_row(data: Synthetic, tmp_path: Path) ->
     def change(batch: Batch) -> Batch:
         return batch._replace(shared=next(data.batches("test", 7)).shared)
 
-    message = rf"'{data.name}', batch 0 of split 'train': shared has 7 bags for each key, label {SIZE} rows"
+    message = rf"'{data.name}', batch 0 of split 'train': shared has 7 bags for each key, but label has {SIZE} rows"
     for mode in ("auto", "on", "off"):
         with pytest.raises(DataError, match=message):
             train(config(tmp_path, run=mode, dedup=mode), each_changed(data, change), progress=False)

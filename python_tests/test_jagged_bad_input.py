@@ -43,7 +43,7 @@ WRONG = [
     (ops_with("offsets"), {"offsets": OFFSETS[:0]}, "offsets must have one element more than there are rows, got none"),
     (ops_with("weights"), {"weights": WEIGHTS.double()}, "weights must be float32, got float64"),
     (ops_with("weights"), {"weights": WEIGHTS[:3]}, "weights must have shape [7], got [3]"),
-    (ops_with("strides"), {"strides": [3, 4]}, "strides[1] = 4 must be in [0, 3]: offsets are of 6 bags"),
+    (ops_with("strides"), {"strides": [3, 4]}, "strides[1] = 4 must be in [0, 3]: offsets describe 6 bags"),
     (ops_with("strides"), {"strides": [3, 2]}, "strides are of 5 bags, and offsets of 6"),
     (ops_with("strides"), {"strides": [-1, 7]}, "strides[0] = -1 must be in"),
     (ops_with("block_sizes"), {"block_sizes": torch.tensor([5, 4]).int()}, "block_sizes must be int64, got int32"),

@@ -297,7 +297,7 @@ def test_page_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_page_without_its_parts_is_refused() -> None:
     """The error names the missing part."""
-    with pytest.raises(ValueError, match="must have the generated parts curves, prices, errors, and has none"):
+    with pytest.raises(ValueError, match="must have the generated parts curves, prices, errors, but has none"):
         report.page_with("# Tuning\n", planted_document(), PAGE, RECORDED)
 
 
