@@ -28,7 +28,7 @@ std::vector<int64_t> starts_of(const std::vector<int64_t>& strides, const Tensor
   for (size_t f = 0; f < strides.size(); ++f) {
     const int64_t most = bags - starts.back();
     check_value(strides[f] >= 0 && strides[f] <= most, "strides[", f, "] = ", strides[f], " must be in [0, ", most,
-                "]: offsets are of ", bags, " bags");
+                "]: offsets describe ", bags, " bags");
     starts.push_back(starts.back() + strides[f]);
   }
   check_value(starts.back() == bags, "strides are of ", starts.back(), " bags, and offsets of ", bags);
