@@ -1,5 +1,6 @@
 """The emulator of CUDA kernels finds the documented errors, and the real kernels run clean under the sanitizers."""
 
+import re
 import subprocess
 import sys
 
@@ -80,13 +81,17 @@ def test_unwritten_shared_memory_is_nan(planted) -> None:
     ],
 )
 def test_races_are_named(bug: int, memory: str, planted) -> None:
-    """In every order of threads: both accesses, and where they are in the library; the next launch works again."""
+    """In every order of threads: both accesses, with lines of the kernel; the next launch works again."""
     access, other = r"(reads|writes|changes)", r"which thread \d+ of block \d"
     message = rf"race: {access} {memory} memory at \+0x\w+, {other} {access} at \+0x\w+ with no barrier between"
     for order in range(3):
         planted._set_order(order, 5)
-        with pytest.raises(RuntimeError, match=rf"^(block \d: thread \d+: )?{message}"):
+        with pytest.raises(RuntimeError, match=rf"^(block \d: thread \d+: )?{message}") as error:
             planted.planted(bug, torch.randn(65))
+        places = re.findall(r"\+(0x\w+)", str(error.value).splitlines()[0])
+        command = ["addr2line", "-e", build("rec_kernels_planted"), *places]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert len(re.findall(r"planted_bugs\.cu:\d+", lines)) == 2, lines
         assert planted.planted(NONE, torch.randn(65)).isfinite().all()
     planted._set_order(0, 0)
 

@@ -100,11 +100,11 @@ inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
 inline void __syncwarp(unsigned mask = 0xffffffffu) { rec_kernels::emulator::sync_lanes("__syncwarp", mask, 0, true); }
 inline void __syncthreads() { rec_kernels::emulator::sync_block(); }
 
-// One thread runs at a time: a plain read and write is atomic.
-#define RK_ATOMIC __attribute__((no_sanitize("thread")))
+// One thread runs at a time: a plain read and write is atomic. A race is at the caller, so none of these is inlined.
+#define RK_ATOMIC __attribute__((no_sanitize("thread"), noinline))
 namespace rec_kernels::emulator {
 template <class T>
-void note_atomic(T* p) {
+__attribute__((no_sanitize("thread"), always_inline)) inline void note_atomic(T* p) {
   check_access(p, sizeof(T), AccessKind::kAtomic, __builtin_return_address(0));
 }
 }  // namespace rec_kernels::emulator

@@ -85,12 +85,11 @@ const char* name_of(AccessKind kind) {
   return kind == AccessKind::kRead ? "reads" : kind == AccessKind::kWrite ? "writes" : "changes";
 }
 
-// Where code is in its library, for addr2line.
+// Offset in its library of the call that returns to `where`, for addr2line.
 size_t offset_of(const void* where) {
+  const char* call = static_cast<const char*>(where) - 1;
   Dl_info info{};
-  return dladdr(where, &info)
-             ? static_cast<size_t>(static_cast<const char*>(where) - static_cast<char*>(info.dli_fbase))
-             : 0;
+  return dladdr(call, &info) ? static_cast<size_t>(call - static_cast<char*>(info.dli_fbase)) : 0;
 }
 
 void report(const Access& other, AccessKind kind, const void* where, bool is_shared) {

@@ -11,13 +11,14 @@ namespace rec_kernels::emulator {
 
 enum class AccessKind : uint8_t { kRead, kWrite, kAtomic };
 
-// Starts a launch, or a block of it with `threads` threads and this shared memory.
+// Starts a launch.
 void start_race_checks();
+// Starts a block of the launch, with `threads` threads and this shared memory.
+void start_race_checks_of_block(unsigned block, size_t threads, const void* shared, size_t shared_bytes);
 // From now on, races of this launch count only if *status is not negative at its end.
 void excuse_races(const int64_t* status);
 // Returns the first of those races, at the end of a launch, or an empty string.
 std::string race_without_excuse();
-void start_race_checks_of_block(unsigned block, size_t threads, const void* shared, size_t shared_bytes);
 // Names the thread that runs, and its stack, whose memory no other thread accesses.
 void switch_race_checks(unsigned thread, const void* stack, size_t stack_bytes);
 // Orders the accesses of the lanes of `mask` in a warp, or of all threads of the block, before those that follow.
@@ -26,8 +27,8 @@ void order_block();
 // Checks the last write of the running thread. A write is checked after it has happened, since one that changes nothing
 // is no race.
 void finish_write();
-// Checks an access, which the code at `where` makes. A plain read may meet an atomic: it sees the value before or
-// after.
+// Checks an access, which the code before the return address `where` makes. A plain read may meet an atomic: it sees
+// the value before or after.
 void check_access(const void* p, size_t bytes, AccessKind kind, const void* where);
 
 }  // namespace rec_kernels::emulator

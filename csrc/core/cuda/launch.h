@@ -120,8 +120,8 @@ __device__ T* shared_memory() {
 
 // Only the emulator checks alignment; a GPU faults.
 __device__ __forceinline__ void check_alignment(const void*, size_t) {}
-// Only the emulator reports races, none if *status is negative after the launch: nothing that the kernel writes is
-// used.
+// Only the emulator checks for races. It reports none if *status is negative after the launch, since the results are
+// not used then.
 __device__ __forceinline__ void excuse_races(const int64_t*) {}
 #endif
 
