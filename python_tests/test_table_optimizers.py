@@ -42,18 +42,12 @@ FEATURES = ["a", "a2", *"bcdefg"]
 def configs(own: dict[str, Any], kind: type = rk.EmbeddingBagConfig, **options: Any) -> list[rk.EmbeddingConfig]:
     """Tables of several widths; the first has two features, two are compressed."""
     compressions = {"d": rk.QuotientRemainder(4, compose="per_id"), "g": rk.Hash(7)}
-    return [
-        kind(
-            ROWS,
-            dim,
-            name=name,
-            feature_names=[name, "a2"] if name == "a" else [name],
-            compression=compressions.get(name),
-            optimizer=own[name],
-            **options,
-        )
-        for name, dim in DIMS.items()
-    ]
+    tables = []
+    for name, dim in DIMS.items():
+        features = [name, "a2"] if name == "a" else [name]
+        given = options | {"compression": compressions.get(name), "optimizer": own[name]}
+        tables.append(kind(ROWS, dim, name=name, feature_names=features, **given))
+    return tables
 
 
 def made(own: dict[str, Any], default: Any = ALL[0], kind: Any = rk.EmbeddingBagCollection, **options: Any) -> Any:
