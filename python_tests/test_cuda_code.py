@@ -36,9 +36,8 @@ def kernel(function: str) -> str | None:
     widths = (
         re.search(r"Li(\d+)ELi(\d+)E(?=Lb|NS|$|E)", arguments) if name.startswith(("pool", "finish", "sum")) else None
     )
-    subject = re.search(
-        r"\d+(?:(Fp32|Fp16|Bf16|(?:Encoded|Update|Dense|Sparse)Target)|(Affine|SharedMicroexponents)ILi(\d))", arguments
-    )
+    targets = "(?:Encoded|Update|Stored)Target|HalfGradients"
+    subject = re.search(rf"\d+(?:(Fp32|Fp16|Bf16|{targets})|(Affine|SharedMicroexponents)ILi(\d))", arguments)
     parts = (name, "".join(subject.groups("")) if subject else None, *(widths.groups() if widths else ()))
     return " ".join(part for part in parts if part)
 
@@ -61,6 +60,7 @@ def test_no_main_kernel_spills(resources) -> None:
     widths = r"(\d+ 1|(4|8|16) 2|8 4)"
     main = [(name, numbers) for name, numbers in resources if re.match(rf"({MAIN})_kernel \w+ {widths}$", name)]
     assert len(main) >= 4 * (2 * 8 + 4)
+    assert {"EncodedTarget", "UpdateTarget", "StoredTarget", "HalfGradients"} <= {name.split()[1] for name, _ in main}
     for name, numbers in main:
         assert numbers["STACK"] == 0, name
         assert numbers["LOCAL"] == 0, name
@@ -78,13 +78,14 @@ def functions() -> list[tuple[str, str]]:
 @pytest.mark.full
 def test_rows_move_sixteen_bytes_at_a_time(functions) -> None:
     """Each row in flight is one 16-byte load per lane and column block, as is each store."""
-    checked = 0
+    checked, subjects = 0, set()
     for function, code in functions:
         floats = "Fp32|UpdateTarget|StoredTarget"
         match = re.match(rf"({MAIN})_kernel ({floats}) (\d+) (\d+)$", kernel(function) or "")
         if not match:
             continue
         checked += 1
+        subjects.add(match[2])
         blocks = int(match[4])
         pooled = 2 if blocks == 4 else 4
         in_flight = {"sum_products": 2 * 4 // blocks}
@@ -92,6 +93,7 @@ def test_rows_move_sixteen_bytes_at_a_time(functions) -> None:
         assert len(re.findall(r"\bLDG\.E\.(?:\w+\.)*128", code)) >= loads, function
         assert len(re.findall(r"\bSTG\.E\.(?:\w+\.)*128", code)) >= blocks, function
     assert checked >= 35
+    assert subjects == {"Fp32", "UpdateTarget", "StoredTarget"}
 
 
 def max_loads_in_flight(code: str) -> int:
