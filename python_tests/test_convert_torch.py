@@ -342,8 +342,8 @@ def test_optimizers_in_the_backward() -> None:
     assert int(rows.collection.step) == 0
 
 
-def test_power_after() -> None:
-    """power_after() has the bits of repeated multiplication, also after underflow."""
+def test_powers_of_beta() -> None:
+    """Powers of beta that follow from the step have the bits of training, also after underflow."""
     ours = rk.EmbeddingBag(5, 4, optimizer=rk.Adam(betas=(0.5, 0.999)))
     for _ in range(160):
         ours(torch.tensor([[1]])).sum().backward()

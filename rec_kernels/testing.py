@@ -1,6 +1,6 @@
 """Helpers for testing code built on rec_kernels: jagged batches, CPU instruction sets, tolerances.
 
-In the package, only ``rk.fuse_embedding_bags`` uses this module; tests and benchmarks do.
+In the package, only ``rk.fuse_embedding_bags`` uses this module; the tests and benchmarks use it, too.
 """
 
 from __future__ import annotations
