@@ -334,7 +334,7 @@ def test_models_that_are_not_traced() -> None:
         (random, "for example_inputs, outputs differ"),
     ):
         model = Model(combine)
-        model.bags[1].eval()
+        model.again = nn.ModuleList([model.bags[1].eval()])  # a second parent, in training
         before = copy.deepcopy(model.state_dict())
         found = rk.fuse_embedding_bags(model, *batch(0))
         assert found.model is model

@@ -25,7 +25,9 @@ def preserve_modes(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, training in modes.items():
-            module.train(training)  # parents come first
+            module.training = training  # train() would set children, which other parents may have, too
+            if isinstance(module, EmbeddingLayer):
+                module.train(training)  # sets its collection
 
 
 class _UndoError(Exception):
