@@ -19,9 +19,10 @@ import rec_kernels as rk
 from rec_kernels.testing import same_bits
 
 
-def make(optimizer=None, **options) -> rk.EmbeddingBagCollection:
+def make(optimizer=None, formats=("fp32", "fp32"), **options) -> rk.EmbeddingBagCollection:
     torch.manual_seed(0)
-    tables = [rk.EmbeddingBagConfig(10, 4, name=n, feature_names=[n]) for n in "ab"]
+    named = zip("ab", formats, strict=True)
+    tables = [rk.EmbeddingBagConfig(10, 4, name=n, feature_names=[n], format=format) for n, format in named]
     return rk.EmbeddingBagCollection(tables, optimizer=optimizer, **options)
 
 
@@ -132,14 +133,19 @@ def test_written_in_place() -> None:
     torch.optim.SGD(collection.parameters(), lr=1.0).step()
 
 
+@pytest.mark.parametrize("formats", [("fp32", "fp32"), ("fp16", "fp16"), ("bf16", "fp32")], ids=str)
 @pytest.mark.parametrize("optimizer", [None, rk.SGD()], ids=str)
-def test_shared_memory(optimizer) -> None:
-    """torch.multiprocessing moves the memory of all tables when it sends a collection."""
-    collection = make(optimizer)
+def test_shared_memory(optimizer, formats) -> None:
+    """torch.multiprocessing moves the memory of all tables when it sends a collection; both processes write it."""
+    collection = make(optimizer, formats)
     expected, before = pooled(collection), collection._weights.data_ptr()
-    ForkingPickler.dumps(collection)
+    received = pickle.loads(ForkingPickler.dumps(collection))
     assert collection._weights.data_ptr() != before
     assert same_bits(pooled(collection), expected)
+    with torch.no_grad():
+        received.embedding_bags["b"].weight.fill_(2.0)
+    assert pooled(collection)[:, 4:].unique().tolist() == [0.0, 2.0]
+    assert same_bits(pooled(received), pooled(collection))
     _data(collection)
     with pytest.raises(RuntimeError, match="the weight of table 'b' has been replaced"):
         pooled(collection)

@@ -46,8 +46,13 @@ class Storage:
         return rows.view(FLOAT_DTYPES.get(table.format, torch.uint8)).view(table.num_embeddings, -1)
 
     def joined(self, rows: Sequence[Tensor]) -> Tensor:
-        """A new flat tensor of tables' rows, each as ``view`` returns it."""
-        flat = zeros(self.starts[-1], self.dtype, rows[0].device)
+        """The flat tensor of tables' rows, each as ``view`` returns it: their own memory if it is one, else a copy."""
+        memory, size = rows[0].untyped_storage(), self.starts[-1]
+        places = [(own.untyped_storage()._cdata, own.storage_offset() * own.itemsize) for own in rows]
+        is_one = places == [(memory._cdata, start * self.dtype.itemsize) for start in self.starts[:-1]]
+        if is_one and memory.nbytes() >= size * self.dtype.itemsize and type(rows[0].detach()) is Tensor:
+            return torch.empty(0, dtype=self.dtype, device=rows[0].device).set_(memory, 0, (size,), (1,))
+        flat = zeros(size, self.dtype, rows[0].device)
         for i, own in enumerate(rows):
             self.view(flat, i).copy_(own.detach())
         return flat
