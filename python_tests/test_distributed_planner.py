@@ -210,10 +210,11 @@ def test_constraints() -> None:
     found, options = planned(tables_of([100, 50, 40, 30]), types=types, constraints=constraints, lengths={"f0": 3})
     assert found == {"t0": "table_wise", "t1": "row_wise", "t2": "column_wise", "t3": found["t3"]}
     assert next(o for o in options if o.name == "t0").input_lengths == [3]
-    given = {"t0": ParameterConstraints(pooling_factors=[7.0])}
-    found, options = planned(tables_of([100]), types=("row_wise",), constraints=given, lengths={"f0": 3})
-    assert found == {"t0": "row_wise"}
-    assert options[0].input_lengths == [7]
+    for factors, expected in (([7.0], 7), (None, 3)):
+        given = {"t0": ParameterConstraints(pooling_factors=factors)}
+        found, options = planned(tables_of([100]), types=("row_wise",), constraints=given, lengths={"f0": 3})
+        assert found == {"t0": "row_wise"}
+        assert options[0].input_lengths == [expected]
 
 
 def test_errors() -> None:
@@ -225,10 +226,18 @@ def test_errors() -> None:
     ):
         planned(tables_of([10]), lengths={"x": 3})
     row_wise, columns = (ParameterConstraints(sharding_types=[kind]) for kind in ("row_wise", "column_wise"))
-    with pytest.raises(ValueError, match=r"constraints name \['x'\], which are no tables of the model: \['t0'\]"):
+    with pytest.raises(ValueError, match=r"constraints name \['x'\], which are not among the model's tables: \['t0'\]"):
         planned(tables_of([10]), constraints={"x": row_wise})
     with pytest.raises(ValueError, match=r"constraints\['t0'\]\.sharding_types = \['column_wise'\] must have one of"):
         planned(tables_of([10]), constraints={"t0": columns})
+    name = r"constraints\['t0'\]\.pooling_factors"
+    for factors, text in (
+        ([1.0, 2.0], rf"{name} must be a list of 1 numbers, one per feature, got \[1\.0, 2\.0\]"),
+        ([], rf"{name} must be a list of 1 numbers, one per feature, got \[\]"),
+        ([-1.0], rf"{name}\[0\] = -1.0 must be a number, at least 0"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            planned(tables_of([10]), constraints={"t0": ParameterConstraints(pooling_factors=factors)})
     both = nn.ModuleDict({"a": tables_of([10]), "b": tables_of([20])})
     with pytest.raises(ValueError, match=r"tables \['t0'\] of collection 'tables.b' have the same names as others"):
         planned(both)

@@ -210,14 +210,14 @@ def planner(
         topology: TorchRec's, of ranks, their memory and bandwidths.
         batch_size: samples of one rank. lengths: feature -> mean ids per sample; 1 if it is missing.
         constraints: TorchRec's, by table. ``sharding_types`` selects among those possible; ``pooling_factors``, unless
-            they are TorchRec's default, [1.0], replace ``lengths`` of the table's features.
+            they are None or TorchRec's default, [1.0], replace ``lengths`` of the table's features.
         options: other arguments of ``EmbeddingShardingPlanner``: ``storage_reservation``, ``proposer``, ``debug``, ...
 
     Raises:
         ValueError: the model has no collection that a sharder shards, or two with tables of one name; ``lengths`` has
-            an unknown feature or a value below 0, ``constraints`` an unknown table or no type that is possible; a
-            collection cannot be sharded. TypeError: an argument has another
-            type.
+            an unknown feature or a value below 0, ``constraints`` an unknown table, no type that is possible, or
+            ``pooling_factors`` that are not a number of at least 0 for each feature; a collection cannot be sharded.
+            TypeError: an argument has another type.
     """
     _check_arguments(model, sharders, topology, batch_size, lengths, constraints)
     merged: dict[str, ParameterConstraints] = {}
@@ -244,7 +244,7 @@ def planner(
             f"lengths name {unknown}, which are not among the features of the model's tables: {sorted(features)}"
         )
     if unknown := sorted(narrower.keys() - merged.keys()):
-        raise ValueError(f"constraints name {unknown}, which are no tables of the model: {sorted(merged)}")
+        raise ValueError(f"constraints name {unknown}, which are not among the model's tables: {sorted(merged)}")
     costs = ByteCostEstimator(topology, sharders=sharders)
     enumerator = EmbeddingEnumerator(topology, batch_size, merged, estimator=costs)
     return CollectivePlanner(
@@ -261,8 +261,14 @@ def _narrowed(table: str, own: ParameterConstraints, given: ParameterConstraints
             f"constraints[{table!r}].sharding_types = {given.sharding_types} must have one of {possible}, which the "
             "table supports and the sharder's sharding_types offer"
         )
-    is_default = given.pooling_factors == ParameterConstraints().pooling_factors
-    factors = own.pooling_factors if is_default else given.pooling_factors
+    expected, factors = own.pooling_factors or [], given.pooling_factors
+    if factors is None or factors == ParameterConstraints().pooling_factors:
+        factors = expected
+    name = f"constraints[{table!r}].pooling_factors"
+    if not is_list(factors) or len(factors) != len(expected):
+        raise ValueError(f"{name} must be a list of {len(expected)} numbers, one per feature, got {factors!r}")
+    for i, factor in enumerate(factors):
+        check_rate(f"{name}[{i}]", factor)
     return dataclasses.replace(given, sharding_types=types, pooling_factors=factors)
 
 
