@@ -249,7 +249,7 @@ AHEAD = listing(
 
 
 def test_paths_past_what_is_looked_up_ahead_by_hand() -> None:
-    """Two instructions lead to the loop, and two more follow the division."""
+    """Two instructions lead to the loop, and two more on the path past the division."""
     paths = code_paths.paths_of("finish_kernel<32, 1, UpdateTarget>", 64, 0, AHEAD)
     assert paths == Paths(registers=64, blocks=4, before=2, round=5, rows=1, after=2, ahead=2)
 

@@ -101,7 +101,7 @@ def test_every_id(plan: str, bad_ids: bool) -> None:
 @pytest.mark.parametrize("sizes", [(8, 5), (0, 6), *full(((5, 0, 4, 8),))])
 @pytest.mark.parametrize("pooling", ["mean", *full("sum")])
 def test_reduced_parts(plan: str, sizes: tuple[int, ...], pooling: str) -> None:
-    """A reduction adds partial bags, also of uneven batches; with two ranks its order is one process's."""
+    """A collective adds partial bags, also of uneven batches; with two ranks, outputs have the bits of "ordered"."""
     case = Case(plan, "bf16", "adam_bf16", pooling=pooling, sizes=sizes, weighted=True, row_wise="reduce_scatter")
     ordered = pool(len(sizes)).run("distributed_cases", "run", replace(case, row_wise="ordered"))
     *found, shapes = zip(*pool(len(sizes)).run("distributed_cases", "run_reduced", case), strict=True)

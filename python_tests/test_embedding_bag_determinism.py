@@ -138,7 +138,7 @@ def shuffled(tables: list[int], generator: torch.Generator) -> list[int]:
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_order_of_features(weighted: bool) -> None:
-    """The order of features in the call does not matter within these limits, nor the order of tables in memory."""
+    """The orders of tables in memory, and of features in the call except those of one table, do not matter."""
     call, generator = mixed_call(weighted=weighted), torch.Generator().manual_seed(4)
     expected = call.everything()
     for number in range(4):

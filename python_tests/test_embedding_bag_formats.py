@@ -143,7 +143,7 @@ def test_any_bytes(rounding: str) -> None:
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 def test_bad_gradients_reach_their_rows_only(number: float) -> None:
-    """A NaN or Inf in the gradient changes only its row, to what the format can represent."""
+    """A NaN or Inf in the gradient reaches only its row, as far as the format can represent it."""
     case = make_case([(5, 20)] * 8, list(range(8)), [1, 1, 1] * 8, seed=9)
     case.values.copy_(torch.tensor([0, 3, 4]).repeat(8))
     encoded = every_format_once(case)

@@ -122,7 +122,7 @@ def test_rows_are_torchs(shape: tuple[int, ...], options: dict) -> None:
 @pytest.mark.parametrize("options", [{}, SGD], ids=str)
 @pytest.mark.parametrize("padding", [0.0, -0.0, 2.0, torch.nan])
 def test_rows_of_padding_are_replaced_if_not_zeros(padding: float, options: dict) -> None:
-    """Lookups have the bits of the padding's row; a row of zeros is that of an empty bag, and replaces none."""
+    """Lookups of the padding have its row's bits; rows are replaced only if that row is not +0."""
     given = torch.randn(ROWS, DIM).index_fill_(0, torch.tensor([3]), padding)
     layer = rk.Embedding.from_pretrained(given, freeze=False, padding_idx=3, **options)
     ids = torch.tensor([[1, 3], [3, 4]])

@@ -309,7 +309,7 @@ def test_not_told() -> None:
 
 
 def test_a_scaler_after_the_lookup() -> None:
-    """The backward raises, because the lookup had no scale; the next step works."""
+    """The backward raises, because its update would use the lookup's scale; the next step works."""
     found, scaler = make(), GradScaler("cpu", init_scale=2.0**16)
     before = {name: t.clone() for name, t in found.state_dict().items()}
     for given in (scaler, None):

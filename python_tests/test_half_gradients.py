@@ -145,7 +145,7 @@ def train(module: torch.nn.Module, optimizer: torch.optim.Optimizer, lookup: Any
 
 
 def test_steps_are_torchs_and_compiled_ones_too() -> None:
-    """In one graph; Adam steps as it does with parameters of its own that get the same gradients."""
+    """Steps compile to one graph; Adam steps as with separate parameters that get the same gradients."""
     found, compiled = make(MIXTURES[0]), make(MIXTURES[0])
     one_graph = torch.compile(lambda given: compiled(given), fullgraph=True, backend="aot_eager")
     apart = [p.detach().clone() for p in found.parameters()]
@@ -212,7 +212,7 @@ def test_a_shallow_copy_shares_the_rows() -> None:
 
 
 def test_only_wanted_gradients() -> None:
-    """A frozen table has none, and no other table's gradient keeps the memory of one; casts change nothing."""
+    """A frozen table has no gradient, and no gradient keeps the memory of others; casts change nothing."""
     found, whole = make(MIXTURES[0]).half(), make(MIXTURES[0])
     found.embedding_bags["t1"].weight.requires_grad_(False)
     for module in (found, whole):

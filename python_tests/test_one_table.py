@@ -305,7 +305,7 @@ def test_popularity_blocks() -> None:
 
 
 def test_all_blocks_wide_or_narrow() -> None:
-    """Without wide or narrow blocks, the module has no matrix, or no block of the model's width."""
+    """Without narrow blocks, the module has no matrix; without wide ones, no block of the model's width."""
     for dims in ([D, D], [2, 1]):
         module = rk.MixedDimensionEmbeddingBag([3, 17], dims, D)
         assert (module.projection is None) == (dims[0] == D)

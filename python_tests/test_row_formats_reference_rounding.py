@@ -107,7 +107,7 @@ def test_quantization_noise(name: str, rule: str, block: list[float], exponent: 
 
 @pytest.mark.parametrize(("name", "rule"), BOUNDS)
 def test_worst_block(name: str, rule: str) -> None:
-    """One large element and others on ties come close to the bound."""
+    """One large element and others on ties come close to the bound, and not below it."""
     m = SHARED[name]
     large = 2 ** (m - 1) + 0.5 if rule == "floor" else (2**m - 1) / 2 + 2.0**-10
     x = torch.tensor([large, 0.5, *[0.25] * 14])

@@ -91,7 +91,7 @@ def test_equal_is_not_better(finding, verdict, why):
 
 
 def test_what_is_better_is_so_strictly():
-    """Claims of a difference or of a higher speed are strict; those without a loss are not."""
+    """Claims of a difference or of a higher speed are strict; claims that nothing is lost are not."""
     for claim in (claim for experiment in EXPERIMENTS for claim in experiment.claims):
         compares = isinstance(claim.measure, (Auc, Faster)) and len(claim.measure.names) == 2
         none = {"AUC": 0.0, "times": 1.0}[claim.measure.unit]
