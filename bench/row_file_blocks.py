@@ -19,7 +19,7 @@ from bench.limits import limits
 from bench.script import machine, options_of, parser_of, positive
 from rec_kernels._library import host
 
-BLOCK, BLOCKS, HELD, LOADED = 4096, 144_000, 36_000, 900  # bytes: of the file, of the memory budget, of a load
+BLOCK, BLOCKS, HELD, LOADED = 4096, 144_000, 36_000, 900  # bytes of a block; blocks: of the file, in memory, of a load
 LOADS = 300  # that are timed
 
 

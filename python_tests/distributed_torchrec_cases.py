@@ -158,7 +158,7 @@ def use_options(case: Case, model: nn.Module, ebc: Any, optimizer: Any, ranks: l
 
 
 def train_rates(case: Case, model: nn.Module, tables: Any, optimizer: Any, ranks: list[int]) -> dict[str, Any]:
-    """Takes two steps at rates that a scheduler halves, and one with another rate for the second group."""
+    """Trains at rates that a scheduler halves, then at another one of the second group; returns the rates' state."""
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     for _ in range(2):
         train(replace(case, steps=1), model, ranks)

@@ -26,7 +26,7 @@ class Paths:
     round: int  # instructions of a round, over all paths of the aligned code
     rows: int  # loaded per round
     after: int  # instructions from the loop to the end, past a store: at the least
-    ahead: int = 0  # additional ones on the path to the loop that looks up several runs, for all of these
+    ahead: int = 0  # additional ones on the path past the search for several runs, for all of these
 
 
 def successors(code: Sequence[Instruction]) -> list[list[int]]:
