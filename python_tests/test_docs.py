@@ -90,6 +90,13 @@ def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_lines_are_short(page: str) -> None:
+    """Lines of prose have at most 140 characters; tables, code, pictures and generated parts may be wider."""
+    text = re.sub(r"<!-- generated.*?<!-- end generated -->", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    assert [line for line in text.splitlines() if len(line) > 140 and not re.match(r" *\||    |!\[", line)] == []
+
+
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
 def test_make_targets_exist(page: str) -> None:
     """Every `make X` is a target; in prose, use another verb."""
