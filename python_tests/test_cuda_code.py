@@ -269,9 +269,9 @@ def test_groups_in_step_know_who_is_there(functions) -> None:
 # common search of several rows. A warp has four rows of 128 columns at once, two with elementwise state, eight of 16
 # columns.
 UPDATE_PATHS = {
-    "finish_kernel<8, 4, UpdateTarget>": (380, 87),
-    "finish_kernel<4, 1, UpdateTarget>": (281, 88),
-    "finish_kernel<16, 2, ElementwiseTarget<UpdateTarget>>": (421, 87),
+    "finish_kernel<8, 4, UpdateTarget>": (382, 87),
+    "finish_kernel<4, 1, UpdateTarget>": (283, 88),
+    "finish_kernel<16, 2, ElementwiseTarget<UpdateTarget>>": (423, 87),
 }
 
 
