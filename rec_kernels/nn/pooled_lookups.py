@@ -34,7 +34,8 @@ def look_up(tables: LookupModule, features) -> KeyedTensor:
 
 def look_up_bags(tables: LookupModule, given: SelectedKeys) -> Tensor:
     """[B, sum of D] of ``output_dtype``, for features with the same number of bags."""
-    return finish(tables, tables._lookup(given)).to(tables.output_dtype)
+    pooled = tables._lookup(given)
+    return finish(tables, pooled).to(tables.output_dtype) if tables._features.finishes_later else pooled
 
 
 def look_up_by_feature(tables: LookupModule, features) -> dict[str, Tensor]:
@@ -43,12 +44,11 @@ def look_up_by_feature(tables: LookupModule, features) -> dict[str, Tensor]:
         return look_up(tables, features).to_dict()
     feature_map = tables._features
     given, starts = bags_of(tables, features)
-    pooled = tables._lookup(given, starts)
     if starts is None:
-        blocks = finish(tables, pooled).split(feature_map.output_dims, dim=1)
+        each = look_up_bags(tables, given).split(feature_map.output_dims, dim=1)
     else:
-        blocks = finish_each(tables, pooled, given.strides)
-    each = (block.to(tables.output_dtype) for block in blocks)
+        blocks = finish_each(tables, tables._lookup(given, starts), given.strides)
+        each = tuple(block.to(tables.output_dtype) for block in blocks)
     return dict(zip(feature_map.output_keys, each, strict=True))
 
 
